@@ -119,7 +119,7 @@ class Oracle:
         likeliest = vx.log_softmax(logits).cpu()
         for row, (completion, p, k) in enumerate(drawn):
             if p.num_top_logprobs:
-                values, top = likeliest[row].topk(p.num_top_logprobs)
+                values, top = (x[: p.num_top_logprobs] for x in likeliest[row].sort(descending=True, stable=True))
                 bad[row] |= completion.top_logprobs[k] != dict(zip(top.tolist(), values.tolist()))
         return int(bad.sum())
 

@@ -29,6 +29,7 @@ SOURCES = sorted(
 )
 TOP_OF_THE_ENGINE = {
     "__init__",
+    "classify",
     "config",
     "engine",
     "errors",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import vexact_ops as vx
 from vexact_engine import (
+    Classification,
     Completion,
     Engine,
     EngineAsleep,
@@ -126,6 +127,8 @@ async def engine(path: str, model: nn.Module) -> None:
     config = EngineConfig(page_size=16, num_pages=None, kv_segment=64, speculation=Speculation(max_draft_tokens=4))
     params = SamplingParams(max_new_tokens=8, temperature=0.7, seed=1)
     with Engine.from_pretrained(path, device="cpu", dtype="bfloat16", config=config) as engine:
+        scores: list[Classification] = engine.classify(["one", [1, 2, 3]])
+        print([one.scores for one in scores], engine.labels)
         answers: list[Completion] = engine.generate(["one", [1, 2, 3]], params)
         assert_type(answers[0].metrics, Metrics | None)
         assert_type(engine.load(), Load)

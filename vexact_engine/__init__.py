@@ -9,6 +9,7 @@ _WHERE = {
     "EngineConfig": "config",
     "SamplingParams": "config",
     "Speculation": "config",
+    "Classification": "classify",
     "Completion": "request",
     "Increment": "outputs",
     "Load": "outputs",
@@ -32,6 +33,7 @@ _WHERE = {
     "WeightsTorn": "errors",
 }
 __all__ = [
+    "Classification",
     "Completion",
     "Engine",
     "EngineAsleep",
@@ -77,6 +79,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from .classify import Classification
     from .config import EngineConfig, SamplingParams, Speculation
     from .engine import Engine
     from .errors import (

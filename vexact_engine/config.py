@@ -246,7 +246,8 @@ class SamplingParams:
                        text of a special token, which an answer's text leaves out, stands for its id too: then
                        `stop_reason` is that id
     ignore_eos         generate past the model's end-of-sequence ids (`stop_token_ids` still apply)
-    num_top_logprobs   report the log-probabilities of this many of the likeliest tokens at each position
+    num_top_logprobs   report the log-probabilities of this many of the likeliest tokens at each position; of equally
+                       likely ones the lower ids come first
     prompt_logprobs    report the log-probabilities of the prompt's own tokens, at temperature 1. All of the prompt is
                        computed then, once for each sample: nothing is taken from the prefix cache
     num_prompt_top_logprobs   with these, those of this many of the likeliest tokens at each of the prompt's positions

@@ -20,13 +20,14 @@ import vexact_ops as vx
 from vexact_ops.patch.description import Images
 from vexact_ops.patch.hf import check_kv_segment
 
+from .classify import check_kind, labels_of, without_padding
 from .config import EngineConfig, SamplingParams
 from .core.answers import Answers
 from .core.loop import Loop, check_pause, drop
 from .core.plan import Stats
 from .frontend import Frontend, Prompt
 from .handover.session import TORN, WeightUpdate, check_numerics, check_version, with_model
-from .outputs import Call, Increment, Load, Ticket
+from .outputs import Increment, Load, Submission, Ticket
 from .parallel.assembly import assemble, complete
 from .request import Begun, Completion, Request, check_name, check_params, refused
 from .runner import shapes
@@ -59,6 +60,8 @@ class Engine(Frontend):
     config, tokenizer, model   as they are in use: num_pages and max_model_len are filled in; the tokenizer is a copy
     image_processor            transformers' own, of the model's directory; None: there is none, and images come as
                                ready pixel_values. May be set; video_processor likewise
+    labels                     what a model that scores sequences calls their classes: `classify` is for it, and nothing
+                               is generated; None of others
     stats                      counts since the start, live: steps, tokens, preemptions, ...
     weight_version             0, and one more after every update
     path                       how hidden states are computed: "fused", or "patched: " and why; never a matter of bits
@@ -87,6 +90,7 @@ class Engine(Frontend):
         first = next(self.model.parameters())
         self.device, self.dtype = loaded.device or first.device, first.dtype
         self.vocab_size = shapes.vocab_size(self.model)
+        self.labels = labels_of(self.model)
         self.image_processor, self.video_processor = loaded.processors
         config = complete(config, loaded)
         backend = vx.current_backend()  # of here and now, for good
@@ -173,7 +177,7 @@ class Engine(Frontend):
                   is called
         raises    EngineClosed
         """
-        call = Call(notify)
+        call = Submission(notify)
         self.check_open()
         params = SamplingParams() if params is None else params
         made = self._job(prompt, params, request_id, call, listen, begun)
@@ -445,14 +449,12 @@ class Engine(Frontend):
     def load(self) -> Load:
         """How much there is to do, from any thread and without waiting: the counts of one moment, or of two."""
         scheduler = self._scheduler
-        pool = scheduler.pool
-        return Load(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_used=pool.num_pages - pool.num_available,
-            pages=pool.num_pages,
-            paused=self._loop.paused,
-        )
+        pool, windows = scheduler.pool, scheduler.windows
+        pages = pool.num_pages - pool.num_available, pool.num_pages
+        beside = (0, 0) if windows is None else (windows.count - windows.num_available, windows.count)
+        if windows is not None and self._worker.numbers_alone:
+            pages, beside = beside, (0, 0)
+        return Load(len(scheduler.running), len(scheduler.waiting), *pages, self._loop.paused, *beside)
 
     def numerics(self) -> dict:
         """What fixes this engine's bits since it was made; a trainer with an equal dictionary computes the same."""
@@ -500,7 +502,7 @@ class Engine(Frontend):
         return self.config.max_num_seqs
 
     def _handed_over(
-        self, each: list[tuple], call: Call, may_wait: bool = True
+        self, each: list[tuple], call: Submission, may_wait: bool = True
     ) -> Iterator[tuple[int, Ticket | list[Completion]]]:
         """The engine has those that fill all the steps that may be in flight, and computes while the others are made;
         each time as many again as before, in all. Prompts that are one after another the same fill no more than one
@@ -531,7 +533,7 @@ class Engine(Frontend):
         if may_wait:
             call.one_done()
 
-    def _hand_over(self, call: Call, tickets: list[Ticket], launched: Callable[[], None] | None = None) -> None:
+    def _hand_over(self, call: Submission, tickets: list[Ticket], launched: Callable[[], None] | None = None) -> None:
         """Unless the last of those before has come to nothing: a step that fails ends all."""
         before = len(call.tickets) - len(tickets) - 1
         if before >= 0 and call.tickets[before].error is not None:
@@ -542,9 +544,12 @@ class Engine(Frontend):
         ids: list[int] = []
         try:
             check_params(params, self.vocab_size)
+            check_kind(params, self.labels, self.name)
             if params.stop and self._text is not None:
                 params = self._text.with_stop_ids(params)
             given, pictures = self._read_prompt(prompt, self.images)
+            if self.labels is not None:
+                given = without_padding(given, self.model)
             request = Request(given, params, name, begun, pictures)
             ids = request.prompt_ids
         except Exception as error:

@@ -14,9 +14,10 @@ from typing import Any
 
 from vexact_ops.patch.description import Images
 
+from .classify import Classification, asking, classified
 from .config import EngineConfig, SamplingParams
 from .media.prompts import read_prompt
-from .outputs import Call, Increment, collected, in_pieces
+from .outputs import Increment, Submission, collected, in_pieces
 from .progress import bar, quiet
 from .request import Completion, as_requests, start_order
 from .text import chat_ids, conversations
@@ -35,6 +36,7 @@ class Frontend(ABC):
 
     config: EngineConfig
     tokenizer: Any
+    labels: tuple[str, ...] | None = None
     image_processor: Any
     video_processor: Any
     _text: Any
@@ -70,7 +72,8 @@ class Frontend(ABC):
 
         prompts         texts or lists of token ids; a text is taken as it stands (apply a chat template first; one that
                         begins with the beginning-of-sequence token gets no second one). With images: {"prompt": text}
-                        or {"prompt_token_ids": ids} with "images": [...] (PIL images, paths, bytes, "data:" URIs), or
+                        or {"prompt_token_ids": ids} with "images": [...] (PIL images, or PNG, JPEG, WebP, GIF
+                        and BMP files as paths, bytes, "data:" URIs), or
                         with ready "pixel_values" and "image_grid_thw" as the model's processor makes them. Videos:
                         ready "pixel_values_videos" and "video_grid_thw" (and "second_per_grid_ts"). In the prompt an
                         image token stands for each image, or all of its tokens; a video token for each frame that
@@ -88,7 +91,7 @@ class Frontend(ABC):
                         again
         """
         done = threading.Event()
-        call = Call(done.set, whole=False)
+        call = Submission(done.set, whole=False)
         each = self._requests(prompts, params, request_ids)
         try:
             made = dict(self._handed_over(each, call))
@@ -109,7 +112,7 @@ class Frontend(ABC):
     ) -> list[Completion]:
         """`generate` for asyncio. Cancelling it aborts its requests."""
         arrived = asyncio.Event()
-        call = Call(self._notifier(lambda _: arrived.set(), None), whole=False)
+        call = Submission(self._notifier(lambda _: arrived.set(), None), whole=False)
         each = self._requests(prompts, params, request_ids)
         try:
             made = dict(await in_pieces(self._handed_over(each, call, may_wait=False)))
@@ -119,6 +122,35 @@ class Frontend(ABC):
             self._withdraw(call.tickets)
         return collected([made[index] for index in range(len(each))], raise_on_error)
 
+    def classify(
+        self,
+        prompts: Sequence[Prompt] | str,
+        *,
+        request_ids: Sequence[str] | None = None,
+        raise_on_error: bool = False,
+    ) -> list[Classification]:
+        """Scores of texts or token ids, of a model that has such (...ForSequenceClassification, `labels`): those that
+        the trainer's patched model gives, byte for byte. The prefix cache and all else serve them as they do prompts.
+
+        prompts, request_ids, raise_on_error  as of generate; what is padding at a prompt's end (the model's
+                 pad_token_id) is left out, as transformers' class does
+        returns  in the order of the prompts
+        raises   as generate; ValueError of a model that generates
+        """
+        done = self.generate(prompts, asking(self), request_ids=request_ids, raise_on_error=raise_on_error)
+        return classified(done, self)
+
+    async def aclassify(
+        self,
+        prompts: Sequence[Prompt] | str,
+        *,
+        request_ids: Sequence[str] | None = None,
+        raise_on_error: bool = False,
+    ) -> list[Classification]:
+        """`classify` for asyncio. Cancelling it aborts its requests."""
+        options = {"request_ids": request_ids, "raise_on_error": raise_on_error}
+        return classified(await self.agenerate(prompts, asking(self), **options), self)
+
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[Increment]:
@@ -126,7 +158,7 @@ class Frontend(ABC):
         news: asyncio.Queue[Increment | BaseException] = asyncio.Queue()
         names = None if request_id is None else [request_id]
         each = self._requests([prompt], params, names)
-        made = self._job(*each[0], Call(lambda: None), self._notifier(news.put_nowait))
+        made = self._job(*each[0], Submission(lambda: None), self._notifier(news.put_nowait))
         if isinstance(made, list):
             for done in made:
                 yield Increment(done.request_id, done.index, [], [], [], "", done)
@@ -154,7 +186,9 @@ class Frontend(ABC):
         """Raises EngineClosed or EngineForked where nothing is taken."""
 
     @abstractmethod
-    def _job(self, prompt: Prompt, params: SamplingParams, name: str | None, call: Call, listen: Listen | None) -> Any:
+    def _job(
+        self, prompt: Prompt, params: SamplingParams, name: str | None, call: Submission, listen: Listen | None
+    ) -> Any:
         """One request of a call, not handed over; or the completions that say what is wrong with it."""
 
     @abstractmethod
@@ -177,7 +211,7 @@ class Frontend(ABC):
         """Samples that may run at once."""
 
     @abstractmethod
-    def _handed_over(self, each: list[tuple], call: Call, may_wait: bool = True) -> Iterator[tuple[int, Any]]:
+    def _handed_over(self, each: list[tuple], call: Submission, may_wait: bool = True) -> Iterator[tuple[int, Any]]:
         """`_jobs`, which are handed over while others are made; after the last one the call is whole. may_wait: this
         thread may."""
 
@@ -195,7 +229,7 @@ class Frontend(ABC):
         self.check_open()
         return as_requests(prompts, params, request_ids)
 
-    def _jobs(self, each: list[tuple], call: Call) -> Iterator[tuple[int, Any]]:
+    def _jobs(self, each: list[tuple], call: Submission) -> Iterator[tuple[int, Any]]:
         """Of each request, as they are to begin, which one it is, and its ticket or what is wrong with it."""
         for index in start_order(each, self._at_once):
             yield index, self._job(*each[index], call, None)

@@ -53,8 +53,10 @@ class Load:
 
     running, waiting   sequences that are computed, and that wait to be let in
     pages_used         pages of the KV cache that running sequences hold; of `pages` in all. The others may hold what
-                       the prefix cache knows
+                       the prefix cache knows. Where all layers have a window, those that have not been given back
     paused             whether it computes nothing until resume()
+    window_pages_used  of layers with a window, where others have none, those that have not been given back; of
+                       `window_pages` in all
     """
 
     running: int
@@ -62,9 +64,11 @@ class Load:
     pages_used: int
     pages: int
     paused: bool
+    window_pages_used: int = 0
+    window_pages: int = 0
 
 
-class Call:
+class Submission:
     """The requests of one call to the engine. `notify` is called once, by the engine's thread, when all are done.
 
     whole   False: some are handed over while others are still to be added. Who adds them calls one_done() after the
@@ -136,7 +140,7 @@ class Ticket:
         self,
         request: Request,
         text: Text | None,
-        call: Call,
+        call: Submission,
         listen: Callable[[Increment | BaseException], None] | None = None,
         begun: Several[Begun] | None = None,
     ):

@@ -399,6 +399,16 @@ def test_texts_that_nobody_needs_are_forgotten(monkeypatch):
     assert not any(texts.users for texts in scheduler.drafter._texts.values())
 
 
+def test_texts_that_no_step_has_indexed_are_forgotten_too(monkeypatch):
+    """Steps with prompts draft nothing, and answers of one token have no other."""
+    monkeypatch.setattr("vexact_engine.core.drafts._MOST_STATES", 4000)
+    scheduler, model = make(speculation=replace(ALWAYS, sources=("samples",)), max_num_batched_tokens=64)
+    for number in range(200):
+        scheduler.add(request([number // 7, number % 7, 1], max_new_tokens=1))
+        drain(scheduler, model)
+    assert 1 < len(scheduler.drafter._texts) < 40
+
+
 def test_a_step_that_computes_prompts_verifies_nothing():
     scheduler, model = make(speculation=ALWAYS, max_num_batched_tokens=8)
     right = right_answer([1], derive_seed(5, 0), 20)
@@ -544,3 +554,17 @@ def test_drafts_take_no_longer_than_none(sequences, how, row, most, monkeypatch)
     sources = ("given",) if how == "wrong" else Speculation.sources
     took = seconds(Speculation(sources=sources)) / seconds(None)
     assert took <= most
+
+
+def test_what_a_model_has_computed_of_a_page_is_not_what_it_holds_after_others():
+    """Where layers have windows a content moves from page to page, and may come back to one that held others since."""
+    for seed in range(8):
+        source, draft = random.Random(seed), ToyDraft(13, 3)
+        speculation = replace(ALWAYS, max_draft_tokens=6, sources=("given",), mtp=True)
+        windows = {"reach": 6, "num_window_pages": 5, "max_num_seqs": 1}
+        scheduler, model = make(13, 3, speculation=speculation, draft_model=draft, **windows)
+        for _ in range(12):
+            prompt = [0, 1, 2, 3, 4, 5, 6, 0, 1][: source.randint(3, 9)] + [source.randrange(7)] * source.randint(0, 2)
+            scheduler.add(request(prompt, max_new_tokens=source.randint(4, 20), seed=source.randrange(99)))
+            drain(scheduler, model)
+        assert draft.computed > 50

@@ -234,6 +234,21 @@ def test_torch_s_default_dtype_has_no_say(default):
 
 
 @each_device
+def test_of_equally_likely_tokens_the_lower_ids_are_told_whatever_others_want(device, dtype):
+    model = build("Qwen3", dtype, device=device)
+    with torch.no_grad():
+        model.lm_head.weight[40:] = model.lm_head.weight[7].clone()  # as rows that nobody has trained
+    params = [SamplingParams(max_new_tokens=4, seed=1, num_top_logprobs=count) for count in (30, 100, 3)]
+    with launch(device, model=model) as engine:
+        (own,) = engine.generate(PROMPTS[:1], params[0])
+        both = [engine.generate(PROMPTS[:2], [params[0], other])[0] for other in params[1:]]
+        (every,) = engine.generate(PROMPTS[:1], replace(params[0], num_top_logprobs=VOCAB))
+    assert [c.top_logprobs for c in both] == [own.top_logprobs] * 2
+    for few, top in zip(own.top_logprobs, every.top_logprobs):
+        assert list(top) == sorted(range(VOCAB), key=lambda token: (-top[token], token)) and list(few) == list(top)[:30]
+
+
+@each_device
 def test_top_logprobs_are_those_of_the_sampled_tokens(device, dtype):
     with launch(device) as engine:
         params = [replace(p, num_top_logprobs=count) for p, count in zip(PARAMS, (0, 3, 160, 1, 2, 0))]

@@ -12,7 +12,7 @@ import pytest
 from engine_models import bits, build, check_idle, prompts, small_engine, until
 
 from vexact_engine import Engine, EngineClosed, EngineConfig, Replicas, SamplingParams, StepFailed
-from vexact_engine.outputs import Call
+from vexact_engine.outputs import Submission
 from vexact_engine.parallel import replicas as replicas_module
 
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
@@ -283,7 +283,7 @@ def test_a_call_is_over_once_and_not_before_all_were_added():
     class Ticket:
         pass
 
-    call = Call(lambda: told.append(threading.current_thread()), whole=False)
+    call = Submission(lambda: told.append(threading.current_thread()), whole=False)
     for _ in range(3):
         call.add(Ticket())
         call.one_done()

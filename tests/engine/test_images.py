@@ -160,6 +160,10 @@ def test_videos_whose_positions_count_seconds():
         done = engine.generate([slow], PARAMS)
         check(handle, done)
         assert done[0].metrics.cached_tokens < 4 and done[0].logprobs != engine.generate([prompt], PARAMS)[0].logprobs
+        paces = [torch.tensor([pace, 1.0]) for pace in (float("nan"), float("inf"), 1e9, -1e30)]
+        done = engine.generate([PROMPTS[1], *({**prompt, "second_per_grid_ts": pace} for pace in paces)], PARAMS)
+        said = [None, *["second_per_grid_ts: got"] * 2, *["frames lie so far apart"] * 2]
+        assert [said and said in c.error for c, said in zip(done, said)] == [None, True, True, True, True]
 
 
 def test_the_prefix_cache_knows_images_by_their_content(pair):
@@ -351,6 +355,7 @@ def test_images_are_opened_from_what_callers_have(pair, tmp_path):
     file, memory = tmp_path / "a.png", io.BytesIO()
     picture.save(file)
     picture.save(memory, "PNG")
+    picture.save(eps := io.BytesIO(), "EPS")  # which Pillow has Ghostscript open
     raw = memory.getvalue()
     uri = "data:image/png;base64," + base64.b64encode(raw).decode()
     ids = ROWS[0][0]
@@ -364,11 +369,13 @@ def test_images_are_opened_from_what_callers_have(pair, tmp_path):
             same([other], done[:1])
         bad = [
             b"not an image", raw[: len(raw) // 2], uri.replace("png", "svg+xml"), uri[:40] + "?",
-            "data:image/png,abc", "http://127.0.0.1/a.png", str(tmp_path / "none.png"), 3,
+            "data:image/png,abc", "http://127.0.0.1/a.png", str(tmp_path / "none.png"), 3, eps.getvalue(),
+            image_of.new("RGB", (0, 5)), uri.partition(",")[2] * 9, "\ud800.png",
         ]  # fmt: skip
         said = [
             "are no image that is known", "a broken image", "of type 'image/svg+xml'", "base64 is broken",
-            "not base64", "nothing is fetched", "is no file", "got a int",
+            "not base64", "nothing is fetched", "is no file", "got a int", "expected PNG, JPEG", "got 0 x 5 pixels",
+            "is no file", "is no file",
         ]  # fmt: skip
         found = engine.generate([{"prompt_token_ids": ids, "images": [x]} for x in bad], PARAMS)
         for one, words in zip(found, said, strict=True):
@@ -379,7 +386,7 @@ def test_images_are_opened_from_what_callers_have(pair, tmp_path):
             (huge,) = engine.generate([{"prompt_token_ids": ids, "images": [raw]}], PARAMS)
         finally:
             opening.MOST_PIXELS = opening_most
-        assert "got 24 x 16 pixels, expected at most 100" in huge.error
+        assert "got 24 x 16 pixels, expected 1 to 100" in huge.error
     finally:
         engine.image_processor = None
     (none,) = engine.generate([{"prompt_token_ids": ids, "images": [raw]}], PARAMS)
@@ -399,7 +406,7 @@ def png(width: int, height: int) -> bytes:
 def test_bombs_are_refused_before_they_are_decoded():
     pytest.importorskip("PIL.Image")
     for side, said in (
-        (9_000, "got 9000 x 9000 pixels, expected at most 67108864"),
+        (9_000, "got 9000 x 9000 pixels, expected 1 to 67108864"),
         (20_000, "more pixels than allowed"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -504,7 +511,9 @@ def test_the_server_takes_images_and_says_what_is_wrong_with_one(monkeypatch):
             )
             assert done.choices[0].rollout["logprobs"] == expected.logprobs
             with urllib.request.urlopen(f"{server.url}/metrics") as page:
-                assert "vexact_images_total 6.0" in page.read().decode()
+                counts = page.read().decode()
+            assert "vexact_images_total 6.0" in counts
+            assert f"vexact_prompt_tokens_total {3.0 * len(expected.prompt_ids)}" in counts
 
 
 def test_recent_images_are_kept_within_a_bound():

@@ -1,21 +1,27 @@
 """Prompts with images over stages and ranks: the bits of one process, pixels sent once."""
 
 import copy
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_models import check_idle
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import in_ranks
 from test_images import CONFIG, PARAMS, PROMPTS, abort, check, filmed, same
 
 import vexact_ops as vx
 from vexact_engine import Engine
+from vexact_engine.media.images import Image, Rows, Scene
 from vexact_engine.parallel import scenes
 from vexact_engine.runner import decoder
 from vexact_engine.runner.forward import Trial, forward, patched_forward
+from vexact_engine.runner.pictures import Gallery
 from vexact_engine.weights.partial import Origin, skeleton
 from vexact_ops.testing import assert_bitwise
 
@@ -77,6 +83,23 @@ def sent(monkeypatch):
 
     monkeypatch.setattr(scenes.Scenes, "message", message)
     return found
+
+
+@given(st.integers(1, 9), st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3, unique=True), max_size=9))
+def test_what_stages_are_taken_to_have_encoded_they_have(capacity, steps):
+    class Handle:
+        def encode(self, pixels, grids):
+            assert len(pixels) == 4 * sum(w // 2 for _, _, w in grids), "an image came without its pixels"
+            return torch.zeros(len(pixels) // 4, 1), ()
+
+    told, gallery = scenes.Scenes(capacity), Gallery(Handle(), torch.device("cpu"), capacity)
+    for step in steps:
+        images = [Image.of(torch.zeros(4 * n, 1), (1, 2, 2 * n), 2) for n in step]  # each of n tokens
+        ends = list(itertools.accumulate(image.tokens for image in images))
+        rows = [Rows(image, 0, image.tokens, end - image.tokens) for image, end in zip(images, ends)]
+        message = told.message(Scene(np.zeros((3, ends[-1]), np.int64), rows), 0)
+        found = gallery.of_step(scenes.scene_from(message, 2).rows, ends[-1])
+        assert len(found.rows) == ends[-1]
 
 
 @pytest.mark.process

@@ -229,10 +229,10 @@ def test_an_engine_that_is_dropped_is_gone(busy):
     thread, loop = engine._loop._thread, engine._loop
     engine.generate(PROMPTS, PARAMS)
     if busy:  # nobody waits for it any more
-        from vexact_engine.outputs import Call, Ticket
+        from vexact_engine.outputs import Submission, Ticket
         from vexact_engine.request import Request
 
-        call = Call(lambda: None)
+        call = Submission(lambda: None)
         Ticket(Request(PROMPTS[0], LONG), None, call)
         engine._loop.submit(call.tickets)
     del engine
@@ -411,19 +411,19 @@ def test_a_step_does_not_look_at_requests_that_are_done(engine):
 
     from vexact_engine import outputs
 
-    original = outputs.Call.add
+    original = outputs.Submission.add
 
     def add(call, ticket):
         if not isinstance(call.tickets, Counting):
             call.tickets = Counting()
         original(call, ticket)
 
-    outputs.Call.add = add
+    outputs.Submission.add = add
     try:
         params = [replace(PARAMS, max_new_tokens=1)] * 50 + [LONG]
         engine.generate([PROMPTS[0]] * 51, params)
     finally:
-        outputs.Call.add = original
+        outputs.Submission.add = original
     assert len(looked) <= 2  # handed over once
 
 

@@ -18,7 +18,7 @@ from toy import VOCAB, ToyModel, expected, make
 from vexact_engine.config import SamplingParams
 from vexact_engine.core.loop import Loop, _size
 from vexact_engine.errors import EngineClosed, StepFailed, WeightsTorn
-from vexact_engine.outputs import Call, Outgoing, Ticket
+from vexact_engine.outputs import Outgoing, Submission, Ticket
 from vexact_engine.request import Request, State
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
@@ -153,7 +153,7 @@ class Bench:
 
     def ask(self, *prompts, listen=None, **params):
         done = threading.Event()
-        call = Call(done.set)
+        call = Submission(done.set)
         fields = {"seed": 5, "max_new_tokens": 8, **params}
         for prompt in prompts:
             Ticket(Request(prompt, SamplingParams(**fields)), Text(), call, listen)
@@ -254,7 +254,7 @@ def test_requests_come_and_go_while_the_device_computes(depth):
         wait(first)  # told at once
         assert first[1][0].completions[0].finish_reason == "abort"
         twice = threading.Event()
-        Ticket(Request([5], SamplingParams(), second[1][0].request.id), Text(), call := Call(twice.set))
+        Ticket(Request([5], SamplingParams(), second[1][0].request.id), Text(), call := Submission(twice.set))
         bench.loop.submit(call.tickets)
         assert twice.wait(120) and "another request of this id" in call.tickets[0].completions[0].error
         assert bench.device.computed == 0

@@ -12,11 +12,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import forks
 import pytest
 import torch
 from engine_models import build, byte_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
@@ -28,7 +31,7 @@ from vexact_engine.recipes import grpo, report, tasks
 from vexact_engine.recipes.checkpoint import Saving
 from vexact_engine.recipes.launch import ProcessDied, launch
 from vexact_engine.recipes.options import Options
-from vexact_engine.recipes.trainer import Trainer, policy_loss
+from vexact_engine.recipes.trainer import Trainer, cut, policy_loss
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"device": "cpu", "prompts": 2, "samples": 4, "steps": 2, "max_new_tokens": 6, "max_prompt_tokens": 20}
@@ -460,3 +463,26 @@ def test_lines_on_a_terminal_have_colours():
         report.lines(stream)(report.line("aligned", step, 10))
         assert ("\x1b[" in stream.getvalue()) == stream.isatty()
         assert stream.getvalue().count("\n") == 1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.data())
+def test_batches_are_cut_by_tokens(lengths, data):
+    count = data.draw(st.integers(1, len(lengths)))
+    parts = cut(range(len(lengths)), lengths, count)
+    assert len(parts) == count and all(parts) and [i for part in parts for i in part] == list(range(len(lengths)))
+    assert max(sum(lengths[i] for i in part) for part in parts) <= sum(lengths) / count + max(lengths)
+
+
+def test_a_forward_has_about_as_many_tokens_as_are_named(monkeypatch):
+    monkeypatch.setattr("vexact_engine.recipes.trainer.FORWARD_TOKENS", 40)
+    trainer = object.__new__(Trainer)
+    trainer.device, trainer.aligned, trainer._tree = torch.device("cpu"), True, None
+    trainer._mesh = SimpleNamespace(size=lambda: 1)
+    samples = [grpo.Sample([1] * 8, [2] * (1 + i % 3), None, 0.0) for i in range(16)]
+    trainer.options = options("x", micro_batch=None)
+    assert [len(batch) for batch in trainer._batches(samples)] == [4] * 4
+    assert [len(batch) for batch in trainer._batches(samples, 2)] == [2] * 8
+    trainer.options = options("x", micro_batch=6)
+    assert [len(batch) for batch in trainer._batches(samples)] == [6, 6, 4]
+    trainer.aligned, trainer.options = False, options("x", micro_batch=None)
+    assert [len(batch) for batch in trainer._batches(samples)] == [8, 8]

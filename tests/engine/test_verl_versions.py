@@ -86,3 +86,12 @@ def test_options_of_what_is_checked():
     for wrong in ({"check_every": -1}, {"check_every": True}, {"check_share": 0}, {"check_share": 1.5}, {"every": 1}):
         with pytest.raises(ValueError, match=r"model\.fused_kernel_options\.vexact"):
             verl.check_options({"fused_kernel_options": {"vexact": wrong}})
+
+
+def test_the_option_of_whole_gradients():
+    assert verl.wants_whole_gradients({}) is False
+    assert verl.wants_whole_gradients({"fused_kernel_options": {"vexact": {"whole_gradients": True}}})
+    with pytest.raises(
+        TypeError, match=r"model\.fused_kernel_options\.vexact\.whole_gradients: got str, expected a bo"
+    ):
+        verl.wants_whole_gradients({"fused_kernel_options": {"vexact": {"whole_gradients": "yes"}}})

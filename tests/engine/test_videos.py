@@ -42,6 +42,8 @@ def movie(kind="mp4", codec="mpeg4", width=24, height=16, frames=FRAMES, pixels=
 
 
 MOVIE = movie()
+FRAMES_TAKEN = torch.zeros(4, 3, 16, 24, dtype=torch.uint8)
+ABOUT = {"total_num_frames": FRAMES, "fps": FPS, "frames_indices": [0, 4, 8, 12]}
 
 
 class Processor:
@@ -55,7 +57,8 @@ class Processor:
     def __call__(self, videos, video_metadata, do_sample_frames, return_tensors):
         ((frames,), (about,)) = videos, video_metadata
         assert not do_sample_frames and about["frames_indices"] == [0, 4, 8, 12] and about["total_num_frames"] == FRAMES
-        x = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).float() / 255
+        x = torch.as_tensor(frames.copy() if isinstance(frames, np.ndarray) else frames)
+        x = (x if x.shape[1] == 3 else x.permute(0, 3, 1, 2)).float() / 255
         t, h, w = len(x) // 2, x.shape[2] // 4, x.shape[3] // 4
         cut = x.view(t, 2, 3, h // 2, 2, 4, w // 2, 2, 4).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
         grid = torch.tensor([[t, h, w]])
@@ -102,6 +105,33 @@ def test_engine_and_trainer_have_the_same_bits(name, tmp_path):
         same(engine.generate([{"prompt_token_ids": first.prompt_ids, **ready}], PARAMS), done[:1])
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
+def test_frames_that_others_took_are_the_same_video(name):
+    """As verl hands them on: channels first, with transformers' metadata, and all tokens in the prompt."""
+    model, tokenizer = with_names(name)
+    with Engine.from_pretrained(model, config=CONFIG, tokenizer=tokenizer) as engine:
+        engine.video_processor = Processor()
+        (done,) = engine.generate([{"prompt": "<vs><vid><ve>", "videos": [MOVIE]}], PARAMS)
+        film = videos.decoded(MOVIE, lambda about: [0, 4, 8, 12])
+        first = torch.from_numpy(film.frames).permute(0, 3, 1, 2)
+        padded = {**film.metadata(), "frames_indices": [*film.indices, film.indices[-1]]}  # as transformers leaves it
+        for frames, about in ((first, film.metadata()), (film.frames, film.metadata()), (first, padded)):
+            prompt = {"prompt_token_ids": done.prompt_ids, "videos": [(frames, about)]}
+            same(engine.generate([prompt], PARAMS), [done])
+        assert done.error is None and done.video_grid_thw.tolist() == [[2, 4, 6]]
+
+
+def test_frames_evenly_taken():
+    about = {"total_num_frames": 100, "fps": 10}
+    assert videos.evenly(about, fps=0.9) == [0, 14, 28, 42, 57, 71, 85, 99]
+    assert videos.evenly(about, fps=0.1) == [0, 33, 66, 99] == videos.evenly(about, count=5)
+    assert videos.evenly(about, fps=50, most=6) == [0, 20, 40, 59, 79, 99]
+    assert videos.evenly({**about, "total_num_frames": 1}, fps=2) == [0]
+    for wrong in ({"fps": 0}, {"fps": 1, "least": -1}, {"count": 0}):
+        with pytest.raises(ValueError, match="expected a number above 0"):
+            videos.evenly(about, **wrong)
+
+
 def test_frames_are_those_that_were_asked_for():
     for kind, codec in (("mp4", "mpeg4"), ("matroska", "mpeg4"), ("webm", "libvpx"), ("mp4", "libx264")):
         film = videos.decoded(movie(kind, codec), lambda about: [0, 3, 3, 12])
@@ -132,7 +162,15 @@ def test_what_is_wrong_with_a_video_is_said_of_its_request_alone(monkeypatch):
             (uri[:60] + "?", "base64 is broken"),
             ("http://127.0.0.1/a.mp4", "nothing is fetched"),
             ("none.mp4", "is no file"),
-            (3, "got a int, expected a path, bytes or a data: URI"),
+            (3, "got a int, expected frames and their metadata, a path, bytes or a data: URI"),
+            ((FRAMES_TAKEN,), "got a tuple of (Tensor), expected frames (a tensor or an array) and their metadata"),
+            ((FRAMES_TAKEN, None), "got a tuple of (Tensor, NoneType), expected frames"),
+            ((FRAMES_TAKEN[0], ABOUT), "got frames of shape (3, 16, 24), expected (frames, 3, rows, columns)"),
+            ((FRAMES_TAKEN[:0], ABOUT), "got frames of shape (0, 3, 16, 24)"),
+            ((FRAMES_TAKEN, {**ABOUT, "fps": 0}), "got metadata with fps 0, expected a number above 0"),
+            ((FRAMES_TAKEN, {"fps": 2}), "got metadata with total_num_frames None, expected a number above 0"),
+            ((FRAMES_TAKEN, {**ABOUT, "frames_indices": [0]}), "with 1 frames_indices, expected those of 4 frames"),
+            ((FRAMES_TAKEN[:3], ABOUT), "with 4 frames_indices, expected those of 3 frames"),
         ]
         asked = [{"prompt": "<vid>", "videos": [given]} for given, _ in wrong]
         others = [

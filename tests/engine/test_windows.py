@@ -1,6 +1,7 @@
 """Layers with a window give their pages back: sequences longer than all pages of theirs, with the trainer's bits."""
 
 import functools
+import threading
 from dataclasses import replace
 
 import pytest
@@ -83,6 +84,26 @@ def test_it_changes_nothing(kind, options):
         engine.wake_up()
         assert [bits(c) for c in engine.generate(PROMPTS[:2], PARAMS[:2])] == done(kind, "cpu", torch.bfloat16)[:2]
         check_idle(engine)
+
+
+@each_kind
+def test_load_says_what_is_held(kind):
+    """While a sequence of 500 tokens runs: of all layers with a window the pages that it has, not those it has had."""
+    seen = []
+    with launch(kind, num_pages=200, num_window_pages=24, max_num_seqs=1) as engine:
+        params, done = replace(PARAMS[0], max_new_tokens=50), threading.Event()
+        engine.submit(PROMPTS[0], params, notify=done.set, listen=lambda _: seen.append(engine.load()))
+        assert done.wait(300)
+        load, least = seen[20], engine._scheduler.windows.least
+        whole = len(PROMPTS[0]) // engine.config.page_size
+        if kind == "Mistral":
+            assert (load.pages, load.window_pages, load.window_pages_used) == (24, 0, 0)
+            assert 0 < load.pages_used <= least + 1 < whole
+        else:
+            assert (load.pages, load.window_pages) == (200, 24) and load.pages_used >= whole
+            assert 0 < load.window_pages_used <= least + 1
+        check_idle(engine)
+        assert (engine.load().pages_used, engine.load().window_pages_used) == (0, 0)
 
 
 @each_kind

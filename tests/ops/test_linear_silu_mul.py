@@ -250,17 +250,17 @@ def test_the_faster_way_is_taken_of_those_with_the_bytes(on_cpu, rows, width, fa
     tiles = cuda.kernels(cuda.class_of(rows), 2 * width, 72)
     best = str(tiles[1])
     apart = {"one": 2.03, "two": 1.0, "one, by chance": 2.01}.get(faster)
-    asked.us = lambda name: {best: 2.0, cuda.APART: apart}.get(name, 3.0)
+    asked.us = lambda name: {best: 2.0, cuda.UNFUSED: apart}.get(name, 3.0)
     if faster == "none has the bytes":
         asked.wrong = tiles[1]
-        asked.us = lambda name: 1.0 if name == cuda.APART else 2.0
+        asked.us = lambda name: 1.0 if name == cuda.UNFUSED else 2.0
     assert_bitwise(cuda.linear_silu_mul(x, weight, None, True), composed(x, weight, activation="gelu_tanh"))
     assert set(asked.ran) == set(tiles), "each of them was verified"
     asked.ran.clear()
     assert_bitwise(cuda.linear_silu_mul(x, weight, None, False), composed(x, weight))
     assert asked.ran == ([tiles[1]] if faster == "one" else [])
     decision = cuda._decision(x.device, x.dtype, 2 * width, 72, cuda.class_of(rows))
-    assert decision.chosen.name == (best if faster == "one" else cuda.APART)
+    assert decision.chosen.name == (best if faster == "one" else cuda.UNFUSED)
     refused = [v.candidate for v in decision.verdicts if not v.admitted]
     assert refused == ([best] if asked.wrong else [])
 
@@ -269,7 +269,7 @@ def test_the_faster_way_is_taken_of_those_with_the_bytes(on_cpu, rows, width, fa
 def test_the_race_is_long_and_as_in_a_model(on_cpu, monkeypatch, rows):
     cuda, _ = on_cpu
     width, k, ran = 96, 40, []
-    for name in ("rmsnorm_fwd", "_apart", "_run"):
+    for name in ("rmsnorm_fwd", "_unfused", "_run"):
         ours = getattr(cuda, name)
         monkeypatch.setattr(cuda, name, lambda *a, name=name, ours=ours: ran.append(name) or ours(*a))
     product = cuda.linear.linear_fwd
@@ -279,7 +279,7 @@ def test_the_race_is_long_and_as_in_a_model(on_cpu, monkeypatch, rows):
     monkeypatch.setattr(cuda, "race_on_gpu", lambda calls, **how: raced.append((calls, how)) or [1.0] * len(calls))
     x, weight = make(rows, width, k, 0, torch.bfloat16, "cpu")
     one = cuda.candidate(cuda.kernels(cuda.class_of(rows), 2 * width, k)[0], "")
-    cuda._race([one, cuda.Candidate(cuda.APART, None, "")], (x, weight, False))
+    cuda._race([one, cuda.Candidate(cuda.UNFUSED, None, "")], (x, weight, False))
     ((calls, how),) = raced
     sets = {call.args[1].data_ptr() for call in calls[0]}
     assert len(sets) == 8 and [c.args[1:] for c in calls[0]] == [c.args[1:] for c in calls[1]], "the same weights"
@@ -288,7 +288,7 @@ def test_the_race_is_long_and_as_in_a_model(on_cpu, monkeypatch, rows):
         competitor[0]()
     first, down = (2 * width, k), (k, width)
     rest = [] if rows <= 64 else [pytest.approx(12e-6)]
-    assert ran == [*rest, "rmsnorm_fwd", "_run", down, *rest, "rmsnorm_fwd", "_apart", first, down]
+    assert ran == [*rest, "rmsnorm_fwd", "_run", down, *rest, "rmsnorm_fwd", "_unfused", first, down]
 
 
 @pytest.mark.parametrize("seconds,parts", [(12e-6, 1), (100e-6, 2)])

@@ -229,6 +229,8 @@ def test_logprobs_are_those_of_the_logits(name, device, dtype):
         ids, cu, positions = pack(seqs)
         assert_bitwise(handle.logprobs(ids, cu_seqlens=cu, temperature=0.7)[0], torch.cat(expected), "cu_seqlens")
         assert_bitwise(handle.logprobs(ids[0], cu_seqlens=cu, temperature=0.7), torch.cat(expected), "one dimension")
+        here = handle.logprobs(ids, cu_seqlens=cu.cpu(), temperature=0.7)  # where nobody waits for a GPU
+        assert_bitwise(here[0], torch.cat(expected), "cu_seqlens on the CPU")
         assert_bitwise(
             handle.logprobs(ids, position_ids=positions, temperature=0.7)[0], torch.cat(expected), "positions"
         )

@@ -1,10 +1,11 @@
-"""Ranks that hold a packed row in equal shares (Ulysses): log-probabilities, entropies and gradients of activations are
-those of one rank, byte for byte, whatever sequence crosses a cut."""
+"""Ranks that hold a packed row in equal shares (Ulysses): log-probabilities, entropies, gradients of activations, and
+with whole_gradients those of weights, are those of one rank, byte for byte, whatever sequence crosses a cut."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from families import pack, sequences, tiny, world
+from transformers import AutoModelForSequenceClassification
 
 import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
@@ -66,6 +67,48 @@ def check(name: str, changes: dict, groups: list, device: str, latent: bool = Fa
                     assert_bitwise(a, b[own], f"{what}: value {number}")
 
 
+def learnt(model, ids, positions, target, temperature, weight, tokens=None):
+    """Log-probabilities, and the gradient of every weight."""
+    model.zero_grad()
+    asked = vx.patch.Score(target, None, temperature, True, tokens)
+    values = model(input_ids=ids, position_ids=positions, use_cache=False, vexact_score=asked)
+    ((values[0] + values[1] * 0.5) * weight).sum().backward()
+    return values[0].detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+FILLED = 3  # rows at the end of the last rank's share that stand for nothing
+
+
+def check_weights(name: str, changes: dict, groups: list, device: str, latent: bool = False) -> None:
+    """With whole_gradients ranks' gradients of weights add up to those of one rank; without, they do not."""
+    model = tiny(name, torch.bfloat16, device=device, **changes).train()
+    ids, _, positions = packed(device)
+    there = ids.shape[1] - FILLED
+    ids[:, there:], positions[:, there:] = 0, torch.arange(FILLED, device=device)
+    g = torch.Generator().manual_seed(3)
+    temperature, weight = ((torch.rand(ids.shape[1], generator=g) + 0.5).to(device) for _ in range(2))
+    weight[there:] = 0
+    target = ids[0].roll(-1)
+    with vx.patch.hf(model, latent=latent):
+        cut = slice(0, there)
+        values, expected = learnt(model, ids[:, cut], positions[:, cut], target[cut], temperature[cut], weight[cut])
+    for group in groups:
+        own = share(group)
+        for whole in (True, False) if name == "llama" else (True,):
+            with vx.patch.hf(model, latent=latent, sequence_parallel=group, whole_gradients=whole):
+                of_share = ids[:, own], positions[:, own], target[own], temperature[own], weight[own], there
+                got, grads = learnt(model, *of_share)
+            what = f"{name}, {dist.get_world_size(group)} ranks, whole {whole}"
+            assert_bitwise(got[: max(0, there - own.start)], values[own], what)
+            differ = []
+            for each, grad in grads.items():
+                total = grad.float()
+                dist.all_reduce(total, group=group)
+                if not torch.equal(total.view(torch.int32), expected[each].float().view(torch.int32)):
+                    differ.append(each)
+            assert bool(differ) != whole, f"{what}: {differ}"
+
+
 def alone_differs(device: str) -> None:
     """The twin that must fail: a share whose rank asks no other one."""
     model = tiny("llama", torch.bfloat16, device=device)
@@ -97,6 +140,15 @@ def refused(device: str) -> None:
                 model(ids[:, own], cu_seq_lens_q=torch.tensor([0, 12]), vexact_score=asked)
         with pytest.raises(ValueError, match="sequence_parallel: got another group"):
             vx.patch.hf(model)
+        with pytest.raises(ValueError, match="whole_gradients: got another choice"):
+            vx.patch.hf(model, sequence_parallel=group, whole_gradients=True)
+    with vx.patch.hf(model, sequence_parallel=group, whole_gradients=True):
+        some = vx.patch.Score(ids[0, own][:2], torch.arange(2, device=device))
+        with pytest.raises(ValueError, match="rows: got some with whole_gradients, expected None"):
+            model(ids[:, own], cu_seq_lens_q=cu, vexact_score=some)
+    scores = AutoModelForSequenceClassification.from_config(model.config).to(device)
+    with pytest.raises(ValueError, match=r"got ranks for a Qwen3ForSequenceClassification, which scores a sequence's"):
+        vx.patch.hf(scores, sequence_parallel=group)
     keys = size + 1
     heads = {"linear_num_key_heads": keys, "linear_num_value_heads": keys}
     hybrid = tiny("qwen3_next", torch.bfloat16, device=device, **heads)
@@ -114,7 +166,9 @@ def a_rank(rank: int, path: str, device: str, ranks: int) -> None:
             groups.append([dist.new_group(list(half)) for half in ((0, 1), (2, 3))][rank // 2])
         for name, changes in FAMILIES.items():
             check(name, changes, groups, own)
+            check_weights(name, changes, groups if name == "llama" else groups[:1], own)
         check("deepseek_v3", {}, groups, own, latent=True)
+        check_weights("deepseek_v3", {}, groups[:1], own, latent=True)
         alone_differs(own)
         refused(own)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from vexact_engine.errors import HandoverFailed
 from vexact_engine.proof.compare import LogprobsDiffer
+from vexact_engine.recipes import digests
 
 from .environment import environment
 
@@ -32,6 +33,7 @@ class Job:
     backend: str = "fsdp2"
     model_config: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)  # what verl puts beside a batch
     temperature: Any = 1.0  # a number, or one for each row
     steps: int = 0
@@ -43,6 +45,7 @@ class Job:
     pictures: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each row, with position_ids (4, tokens)
     handed_over: bool = False  # to an engine of the same folder, in bf16, once it has been asked
     drawn: list[torch.Tensor] = field(default_factory=list)  # of each row, what the rollout says of its response
+    digested: bool = False
 
     @property
     def ulysses(self) -> int:
@@ -62,6 +65,7 @@ class Result:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     restored: list[torch.Tensor] = field(default_factory=list)  # log-probabilities after reading the checkpoint back
     error: str | None = None
+    sha256: str | None = None  # of the parameters that were trained, in fp32
 
 
 def run(jobs: list[Job], folder: Path, ranks: int, vendor: str | None = "vexact") -> dict[str, Result]:
@@ -98,7 +102,7 @@ def _joined(parts: list[Result]) -> Result:
 
     trained = [[row for part in parts for row in part.trained[i]] for i in range(len(first.trained))]
     rows = every("logprobs"), every("entropy"), every("after")
-    return Result(*rows, trained, first.metrics, first.weights, every("restored"), first.error)
+    return Result(*rows, trained, first.metrics, first.weights, every("restored"), first.error, first.sha256)
 
 
 # ---- in a rank
@@ -170,7 +174,7 @@ def configs(job: Job) -> dict[str, Any]:
         return {
             "model_config": config.HFModelConfig(path=job.model, **model),
             "engine_config": config.VeOmniEngineConfig(**engine),
-            "optimizer_config": config.VeOmniOptimizerConfig(lr=1e-2, total_training_steps=100),
+            "optimizer_config": config.VeOmniOptimizerConfig(lr=1e-2, total_training_steps=100, **job.optimizer),
             "checkpoint_config": CheckpointConfig(),
         }
     # what is left out, "extra", holds a state of the accelerator's generator, of which this platform has none
@@ -181,17 +185,22 @@ def configs(job: Job) -> dict[str, Any]:
     return {
         "model_config": config.HFModelConfig(path=job.model, **model),
         "engine_config": config.FSDPEngineConfig(**engine),
-        "optimizer_config": config.FSDPOptimizerConfig(lr=1e-2, total_training_steps=100),
+        "optimizer_config": config.FSDPOptimizerConfig(lr=1e-2, total_training_steps=100, **job.optimizer),
         "checkpoint_config": saved,
     }
 
 
 def do(job: Job) -> Result:
+    from torch.distributed.fsdp import FSDPModule
     from verl.workers.config import FSDPActorConfig
     from verl.workers.engine import EngineRegistry
     from verl.workers.utils.losses import ppo_loss
 
     torch.manual_seed(0)
+    if job.backend == "veomni":  # which would take the last job's ranks, whatever it is told
+        from veomni.distributed.parallel_state import clear_parallel_state
+
+        clear_parallel_state()
     rank, batches = dist.get_rank(), max(1, dist.get_world_size() // job.ulysses)
     share = len(job.rows) // batches
     own = slice(rank // job.ulysses * share, (rank // job.ulysses + 1) * share)
@@ -207,6 +216,13 @@ def do(job: Job) -> Result:
         setattr(kept["model_config"].hf_config, name, value)
     engine = EngineRegistry.new(model_type="language_model", backend=job.backend, **kept)
     engine.initialize()
+    if job.backend == "veomni" and not job.refused:
+        from veomni.distributed.parallel_state import get_parallel_state
+
+        state = get_parallel_state()
+        assert (state.ulysses_size, state.ep_size) == (job.ulysses, job.engine.get("expert_parallel_size", 1))
+        for unit in (module for module in engine.module.modules() if isinstance(module, FSDPModule)):
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that divides by anything but its ranks
 
     def inferred() -> dict[str, list[torch.Tensor]]:
         with engine.eval_mode():
@@ -251,7 +267,7 @@ def do(job: Job) -> Result:
     for name, tensor in engine.get_per_tensor_param()[0]:
         if rank == 0:  # the others take part in making it whole
             weights[name] = tensor.detach().to("cpu", copy=True)
-    restored = []
+    restored, sha256 = [], digests.sha256(engine.module.named_parameters()) if job.digested else None
     if job.saved:
         engine.save_checkpoint(job.saved)
         train()
@@ -262,7 +278,7 @@ def do(job: Job) -> Result:
         del seen[-1], metrics[-1]
     names = ("grad_norm", "rollout_checked")
     norms = [{name: step[name] for name in names if name in step} for step in metrics]  # some ranks have none
-    return Result(first["log_probs"], first.get("entropy", []), after, seen, norms, weights, restored)
+    return Result(first["log_probs"], first.get("entropy", []), after, seen, norms, weights, restored, None, sha256)
 
 
 def offload_without_pinning() -> None:

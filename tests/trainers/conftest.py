@@ -57,7 +57,8 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(request, models, tmp_path_factory):
     """trained(case) -> its Run of main_ppo. All cases that this session asks of the module run one after the other, as
-    many of them side by side as there is room for: a run is its processes' start, and those wait for one another."""
+    many of them side by side as there is room for: a run is its processes' start, and those wait for one another. A
+    module may have prepare(case, folder) -> the case as it is run, and its model's folder."""
     from vexact_engine.runner.memory import available_bytes
 
     from .ppo import run, selected
@@ -66,8 +67,10 @@ def trained(request, models, tmp_path_factory):
     room = min(cores // request.module.CORES_PER_RUN, available_bytes() // RUN_BYTES)
     folder, begun = tmp_path_factory.mktemp("ppo"), {}
     with ThreadPoolExecutor(max(1, room)) as pool:
+        prepare = getattr(request.module, "prepare", lambda case, folder: (case, models(case.family)))
         for case in selected(request):
-            begun[case] = pool.submit(run, case, models(case.family), folder / str(case), SECONDS)
+            made = prepare(case, folder / f"{case}-given")
+            begun[case] = pool.submit(run, *made, folder / str(case), SECONDS)
         yield lambda case: begun[case].result()
         for later in begun.values():
             later.cancel()

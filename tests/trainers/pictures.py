@@ -1,9 +1,8 @@
-"""Pictures of shapes to be counted, a model that takes them, and how verl reads both where torchvision is not there.
+"""Pictures and films of shapes to be counted, a model that takes them, and how verl reads both.
 
-transformers' processors of these models want a video processor, which wants torchvision, and qwen-vl-utils imports it;
-its wheels do not load beside a torch for CPUs alone. So the model's folder brings a processor of images alone, as a
-folder may (trust_remote_code), and the data a class of their own (data.custom_cls), as verl lets users do. Everything
-else is what runs for everyone. Where torchvision is there, both are left out.
+Where torchvision and qwen-vl-utils are, as .ci/trainers has them, everything is verl's and transformers' own, but that
+a run may take its data from vexact_engine.verl.data. Where they are not, every run does, and the model's folder brings
+a processor whose part for videos is of torch alone, as a folder may (trust_remote_code).
 """
 
 import importlib.util
@@ -19,20 +18,44 @@ from .models import QWEN_TEMPLATE, tokenizer
 
 VOCABULARY = 288
 TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]  # the last of the vocabulary
-WITH_TORCHVISION = importlib.util.find_spec("torchvision") is not None
-PROCESSOR = '''"""Qwen3-VL's processor without its part for videos, which transformers has with torchvision alone."""
+WITH_TORCHVISION = all(importlib.util.find_spec(name) for name in ("torchvision", "qwen_vl_utils"))
+CLASSES = {"qwen2_5_vl": "Qwen2_5_VLProcessor"}  # of others Qwen3VLProcessor
+PROCESSOR = '''"""A family's processor, whose part for videos cuts frames into patches without resizing them."""
 
-from transformers import Qwen3VLProcessor as Whole
+import torch
+from transformers import CLASS as Whole
+from transformers.feature_extraction_utils import BatchFeature
+from transformers.video_utils import VideoMetadata
 
 
-class Qwen3VLProcessor(Whole):
+class Videos:
+    patch_size, merge_size, temporal_patch_size = 4, 2, 2
+
+    def __call__(self, videos, video_metadata, do_sample_frames, return_tensors=None, **kwargs):
+        assert not do_sample_frames and len(videos) == len(video_metadata)
+        made = [self.cut(torch.as_tensor(frames).float() / 255) for frames in videos]
+        about = [VideoMetadata(**given) for given in video_metadata]
+        found = {"pixel_values_videos": torch.cat([patches for patches, _ in made])}
+        found["video_grid_thw"] = torch.tensor([grid for _, grid in made])
+        return BatchFeature({**found, "video_metadata": about})
+
+    def cut(self, x):
+        x = torch.cat((x, x[-1:].expand(len(x) % 2, -1, -1, -1)))
+        t, h, w = len(x) // 2, x.shape[2] // 4, x.shape[3] // 4
+        cut = x.reshape(t, 2, 3, h // 2, 2, 4, w // 2, 2, 4).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        return cut.reshape(t * h * w, -1), (t, h, w)
+
+
+class CLASS(Whole):
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
+        self.video_processor = Videos()
 '''
 TEMPLATE = QWEN_TEMPLATE.replace(
     "{{ m['content'] }}",
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}"
+    "<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>{% endif %}"
     "{% endfor %}{% endif %}",
 )
 
@@ -53,12 +76,14 @@ def make_model(name: str, folder: Path) -> Path:
     words.save_pretrained(folder)
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     sizes |= {"size": {"shortest_edge": 64, "longest_edge": 4096}}
-    images = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen3VLProcessor", **sizes}
+    whole = CLASSES.get(name, "Qwen3VLProcessor")
+    images = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": whole, **sizes}
     if not WITH_TORCHVISION:
-        (folder / "images_alone.py").write_text(PROCESSOR)
-        images["auto_map"] = {"AutoProcessor": "images_alone.Qwen3VLProcessor"}
+        (folder / "without_torchvision.py").write_text(PROCESSOR.replace("CLASS", whole))
+        images["auto_map"] = {"AutoProcessor": f"without_torchvision.{whole}"}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
-    videos = {"video_processor_type": "Qwen3VLVideoProcessor", "processor_class": "Qwen3VLProcessor", **sizes}
+    kind = "Qwen2VLVideoProcessor" if name == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
+    videos = {"video_processor_type": kind, "processor_class": whole, **sizes}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
     return folder
 
@@ -81,35 +106,50 @@ def picture(count: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def make_prompts(folder: Path, count: int) -> Path:
-    """Of one picture, of two, and of text alone, as verl reads them. -> the parquet file"""
+def film(folder: Path, count: int, seed: int) -> dict:
+    """Of so many frames as files, whose shapes are another number each. -> as verl's data has it"""
+    files = [folder / f"{seed}-{i}.png" for i in range(count)]
+    for i, file in enumerate(files):
+        file.write_bytes(picture(1 + (i + seed) % 2, seed))
+    return {"video": [str(file) for file in files], "sample_fps": 1.5 + seed % 3}
+
+
+KINDS = (1, 0), (2, 0), (0, 0), (1, 1), (0, 2)  # how many pictures and films a prompt has
+
+
+def make_prompts(folder: Path, count: int, kinds=KINDS) -> Path:
+    """Of pictures, of films, and of text alone, as verl reads them. -> the parquet file"""
     import pandas
 
+    folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for i in range(count):
-        counts = [1 + (i * 7 + j * 3) % 5 for j in range((1, 2, 0)[i % 3])]
-        asked = "How many shapes? " if counts else f"{i} shapes: how many? "
+        pictures, films = kinds[i % len(kinds)]
+        counts = [1 + (i * 7 + j * 3) % 5 for j in range(pictures)]
+        asked = "How many shapes? " if pictures + films else f"{i} shapes: how many? "
+        videos = [film(folder, 2 + 2 * (i % 2) + j, 100 * i + j) for j in range(films)]
         rows.append(
             {
                 "data_source": "shapes",
-                "prompt": [{"role": "user", "content": asked + "<image>" * len(counts)}],
+                "prompt": [{"role": "user", "content": asked + "<video>" * films + "<image>" * pictures}],
                 "images": [{"bytes": picture(shapes, 10 * i + j)} for j, shapes in enumerate(counts)],
+                "videos": videos,
                 "ability": "counting",
                 "reward_model": {"style": "rule", "ground_truth": str(sum(counts) if counts else i)},
                 "extra_info": {"index": i},
             }
         )
-    folder.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(rows).to_parquet(folder / "pictures.parquet")
     return folder / "pictures.parquet"
 
 
-def options(prompts: Path) -> tuple[str, ...]:
-    """What a run of them is told."""
+def options(prompts: Path, media: bool) -> tuple[str, ...]:
+    """What a run of them is told; media: to take vexact_engine.verl.data's class where it need not."""
     told = [f"data.train_files={prompts}", f"data.val_files={prompts}", "data.image_key=images"]
     own = Path(__file__).with_name("pictures_data.py")
-    told += ["data.max_prompt_length=128", f"reward.custom_reward_function.path={own}"]
+    told += ["data.max_prompt_length=192", f"reward.custom_reward_function.path={own}"]
     if not WITH_TORCHVISION:
         told += ["actor_rollout_ref.model.trust_remote_code=True", "data.trust_remote_code=True"]
-        told += [f"data.custom_cls.path={own}", "data.custom_cls.name=Pictures"]
+    if media or not WITH_TORCHVISION:
+        told += ["data.custom_cls.path=pkg://vexact_engine.verl.data", "data.custom_cls.name=Media"]
     return tuple(told)

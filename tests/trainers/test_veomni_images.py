@@ -62,3 +62,17 @@ def test_its_classes_have_the_bits_of_transformers(name):
         masks["image_mask"] = ~masks["image_mask"]
         with pytest.raises(ValueError, match="image_mask: got another one than input_ids have"):
             model.model(input_ids=ids, cu_seq_lens_q=cu, use_cache=False, **given, **masks)
+
+
+def test_of_qwen2_5_vl_its_class_is_refused_by_name():
+    from vexact_ops.patch import UnsupportedModule
+
+    name = "patched_modeling_qwen2_5_vl_gpu"
+    generated = importlib.import_module(f"veomni.models.transformers.qwen2_5vl.generated.{name}")
+    with torch.device("meta"):
+        model = generated.Qwen2_5_VLForConditionalGeneration(image_models.config_of("qwen2_5_vl"))
+    with (
+        vx.patch.veomni() as veomni,
+        pytest.raises(UnsupportedModule, match=r"\(qwen2_5_vl\): .* on three axes .* \(verl: strategy=fsdp2\)"),
+    ):
+        veomni.cover(model)

@@ -1,6 +1,8 @@
-"""verl's own FSDP2 and VeOmni engines under the vendor name vexact, on one rank and on two: what they compute of a
-rollout is what our engine computed, byte for byte, before and after they trained; and verl's stock engines do not."""
+"""verl's own FSDP2 and VeOmni engines under the vendor name vexact, on one rank, on two and on four: what they compute
+of a rollout is what our engine computed, byte for byte, before and after they trained; and verl's stock engines do not.
+VEXACT_TRAINERS=all has more on four ranks."""
 
+import os
 import subprocess
 import sys
 
@@ -110,7 +112,13 @@ def checking(rollout, flipped=(), **options):
     return {"model_config": given, "drawn": drawn, "handed_over": True}
 
 
-TWO = ("qwen3", "qwen3_moe", "deepseek_v3")  # whose rows two ranks share
+SHARED = ("qwen3", "qwen3_moe", "deepseek_v3")  # whose rows several ranks share
+ALL = os.environ.get("VEXACT_TRAINERS") == "all"
+WHOLE = {
+    "model_config": {"fused_kernel_options": {"impl_backend": "torch", "vexact": {"whole_gradients": True}}},
+    "optimizer": {"clip_grad": 0.05},  # so that it cuts
+    "digested": True,
+}
 
 
 def without_last(rows):
@@ -172,10 +180,33 @@ def fsdp2(request, folders, rollouts, tmp_path_factory):
         job("wrong", folders, rollouts, refused=True, **checking(drawn, flipped=(0, 2), **wrong)),
         job("no-drawn", folders, rollouts, refused=True, **(checking(drawn, check_every=1) | {"drawn": []})),
     ]
-    if request.param == 2:
+    if request.param == 1:
+        jobs += [job(f"{family}-whole", folders, rollouts, family, **WHOLE) for family in SHARED]
+    elif ALL:
         two = {"ulysses_sequence_parallel_size": 2}
-        jobs += [job(f"{family}-shared", folders, rollouts, family, engine=two) for family in TWO]
+        jobs += [job(f"{family}-shared", folders, rollouts, family, engine=two) for family in SHARED]
     return run(jobs, tmp_path_factory.mktemp("fsdp2") / "run", request.param)
+
+
+@pytest.fixture(scope="module")
+def four(folders, rollouts, tmp_path_factory):
+    """Four ranks that share each row, of which some have no key head: FSDP2's, and VeOmni's with its ranks by twos."""
+
+    def made(name, family, **changes):
+        return job(name, folders, rollouts, family, **changes)
+
+    shared = {"ulysses_sequence_parallel_size": 4}
+    jobs = [made(f"{family}-whole", family, engine=shared, **WHOLE) for family in SHARED]
+    jobs += [made("qwen3-shared", "qwen3", engine=shared, **{**WHOLE, "model_config": {}})]
+    if ALL:
+        veomni = {"backend": "veomni", "data": {"use_fused_kernels": True}}
+        sizes = {"mixed_precision": True, "ulysses_parallel_size": 4}
+        jobs += [made(f"{family}-veomni", family, engine=sizes, **veomni) for family in SHARED]
+        for experts in 2, 4:
+            for size in 2, 4:
+                sizes = {"mixed_precision": True, "ulysses_parallel_size": size, "expert_parallel_size": experts}
+                jobs += [made(f"veomni-{experts}x{size}", "qwen3_moe", engine=sizes, **veomni)]
+    return run(jobs, tmp_path_factory.mktemp("four") / "run", 4)
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +224,10 @@ def veomni(folders, rollouts, tmp_path_factory):
         made("bf16-weights", engine={"mixed_precision": False}),
         made("cooler", rollout="cooler", temperature=0.7),
         made("experts-apart", "qwen3_moe", engine={"expert_parallel_size": 2}),
-        *(made(f"{family}-shared", family, engine={"ulysses_parallel_size": 2}) for family in TWO),
+        *(made(f"{family}-shared", family, engine={"ulysses_parallel_size": 2}) for family in SHARED),
         made("experts-apart-shared", "qwen3_moe", engine={"ulysses_parallel_size": 2, "expert_parallel_size": 2}),
         made("ulysses", engine={"ulysses_parallel_size": 3}, refused=True),
+        made("whole", engine={"ulysses_parallel_size": 2}, refused=True, model_config=WHOLE["model_config"]),
     ]
     return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
 
@@ -250,13 +282,40 @@ def check_shared(found, family, rollouts, folders):
     assert any(not torch.equal(b, a) for b, a in zip(before, after)), "nothing was learnt"
 
 
+@pytest.mark.parametrize("fsdp2", [1], ids=["1 rank"], indirect=True)
+@pytest.mark.parametrize("family", SHARED)
+def test_rows_that_four_ranks_share(family, fsdp2, four, rollouts, folders):
+    """Ulysses, with whole_gradients: log-probabilities, entropies, gradients' norms and trained weights of one rank."""
+    found, one = four[f"{family}-whole"], fsdp2[f"{family}-whole"]
+    check_shared(found, family, rollouts, folders)
+    assert_bitwise(without_last(found.entropy), without_last(one.entropy), "entropies")
+    assert found.metrics == one.metrics and all(step["grad_norm"] > 0.05 for step in one.metrics)
+    assert found.sha256 == one.sha256
+    assert_bitwise(without_last(found.after), without_last(one.after), "after training")
+
+
+@pytest.mark.parametrize("fsdp2", [1], ids=["1 rank"], indirect=True)
+def test_without_whole_gradients_four_ranks_learn_something_else(fsdp2, four, rollouts, folders):
+    found, one = four["qwen3-shared"], fsdp2["qwen3-whole"]
+    check_shared(found, "qwen3", rollouts, folders)
+    assert found.sha256 != one.sha256
+
+
+@pytest.mark.skipif(not ALL, reason="VEXACT_TRAINERS=all: four ranks are of the same kind")
 @pytest.mark.parametrize("fsdp2", [2], ids=["2 ranks"], indirect=True)
-@pytest.mark.parametrize("family", TWO)
+@pytest.mark.parametrize("family", SHARED)
 def test_rows_that_two_ranks_share(family, fsdp2, rollouts, folders):
-    """Ulysses."""
     found = fsdp2[f"{family}-shared"]
     check_shared(found, family, rollouts, folders)
     assert_bitwise(without_last(found.entropy), without_last(fsdp2[family].entropy), "entropies")
+
+
+@pytest.mark.skipif(not ALL, reason="VEXACT_TRAINERS=all: two ranks are of the same kind")
+@pytest.mark.parametrize(
+    "name", [*(f"{family}-veomni" for family in SHARED), *(f"veomni-{e}x{s}" for e in (2, 4) for s in (2, 4))]
+)
+def test_veomni_rows_that_ranks_of_four_share(name, four, rollouts, folders):
+    check_shared(four[name], next((f for f in SHARED if name == f"{f}-veomni"), "qwen3_moe"), rollouts, folders)
 
 
 @pytest.mark.parametrize("family", IN_BF16)
@@ -350,11 +409,12 @@ def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
     assert_bitwise(without_last(veomni["bf16-weights"].logprobs), rollouts["qwen3"].every())
     assert_bitwise(of_responses(veomni["cooler"].logprobs, rollouts["cooler"]), rollouts["cooler"].drawn())
     assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 3, expected a divisor of")
+    assert veomni["whole"].error.startswith("whole_gradients: got True with strategy=veomni, expected fsdp2")
 
 
-@pytest.mark.parametrize("name", [*(f"{family}-shared" for family in TWO), "experts-apart-shared"])
+@pytest.mark.parametrize("name", [*(f"{family}-shared" for family in SHARED), "experts-apart-shared"])
 def test_veomni_rows_that_two_ranks_share(name, veomni, rollouts, folders):
-    check_shared(veomni[name], next((f for f in TWO if name == f"{f}-shared"), "qwen3_moe"), rollouts, folders)
+    check_shared(veomni[name], next((f for f in SHARED if name == f"{f}-shared"), "qwen3_moe"), rollouts, folders)
 
 
 # ---- what must fail, and registering
@@ -391,8 +451,6 @@ print("registered")
 @pytest.mark.parametrize("vendor", ["vexact", None])
 def test_importing_it_registers(vendor):
     env = {name: value for name, value in environment(vendor).items() if name != "VERL_USE_EXTERNAL_MODULES"}
-    import os
-
     env = {**os.environ, **env, "VERL_USE_EXTERNAL_MODULES": "trainers.cpu_platform"}
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, env=env, timeout=300)
     if vendor:

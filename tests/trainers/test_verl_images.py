@@ -1,6 +1,7 @@
-"""verl's FSDP2 engine on models of images, and the rollout's server: log-probabilities of the engine's, byte for byte,
-before and after they trained; micro-batches without an image beside those with some."""
+"""verl's FSDP2 engine on models of images and videos, and the rollout's server: log-probabilities of the engine's, byte
+for byte, before and after they trained; micro-batches without an image beside those with some."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ sys.path.pop()
 VOCABULARY = 288
 IMAGE = VOCABULARY - 4
 GRIDS = [[(1, 4, 6)], [], [(1, 2, 2), (1, 4, 4)], [], [], []]  # of each row; the second rank's have none
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
+FILM, SECONDS = (2, 2, 4), 1.37  # of two rows; of qwen2_5_vl so many from frame to frame
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def folders(tmp_path_factory):
     return {name: str(base / name) for name in FAMILIES}
 
 
-def prompts():
+def prompts(name):
     found = []
     for i, grids in enumerate(GRIDS):
         ids = torch.randint(0, 256, (5 + i,), generator=torch.Generator().manual_seed(i)).tolist()
@@ -46,6 +48,13 @@ def prompts():
             ids += [IMAGE + 2, *[IMAGE] * (t * h * w // 4), IMAGE + 3, 7]
         given = {"pixel_values": image_models.pixels(grids, i), "image_grid_thw": torch.tensor(grids)} if grids else {}
         found.append({"prompt_token_ids": ids, **given})
+    frame = [IMAGE + 1] * 2
+    parts = [[IMAGE + 2, *frame * 2, IMAGE + 3]] if name == "qwen2_5_vl" else [[IMAGE + 2, *frame, IMAGE + 3]] * 2
+    for film in found[1:3]:  # one has images too: the encoder runs as often as on the rank whose rows have nothing
+        film["prompt_token_ids"] += [token for part in parts for token in (9, *part)]
+        film |= {"pixel_values_videos": image_models.pixels([FILM], 7), "video_grid_thw": torch.tensor([FILM])}
+        if name == "qwen2_5_vl":
+            film["second_per_grid_ts"] = torch.tensor([SECONDS])
     return found
 
 
@@ -53,11 +62,12 @@ class Rollout:
     """What our engine drew, with what the completions have for a trainer."""
 
     def __init__(self, path, weights=None):
+        name = Path(path).name
         params = SamplingParams(max_new_tokens=6, seed=3, prompt_logprobs=True, ignore_eos=True)
         with Engine.from_pretrained(path, config=EngineConfig(num_pages=128)) as engine:
             if weights is not None:
                 engine.update_weights(weights, numerics=engine.numerics())
-            self.done = engine.generate(prompts(), params)
+            self.done = engine.generate(prompts(name), params)
         self.rows = [(c.prompt_ids, c.token_ids) for c in self.done]
         self.pictures = []
         for c in self.done:
@@ -68,6 +78,10 @@ class Rollout:
             if c.pixel_values is not None:
                 frames = c.image_grid_thw[:, 1] * c.image_grid_thw[:, 2]
                 given |= {"pixel_values": c.pixel_values, "image_grid_thw": c.image_grid_thw, "images_seqlens": frames}
+            if c.pixel_values_videos is not None:
+                given |= {"pixel_values_videos": c.pixel_values_videos, "video_grid_thw": c.video_grid_thw}
+            if c.second_per_grid_ts is not None:  # of which verl's own positions know nothing
+                given |= {"second_per_grid_ts": c.second_per_grid_ts, "position_ids": text.expand(4, -1)}
             self.pictures.append(given)
 
     def every(self):
@@ -153,9 +167,29 @@ def test_the_server_takes_images(folders, load_format):
         assert done.token_ids == expected.token_ids and done.log_probs == expected.logprobs
         for given, said in (
             ({"image_data": [picture, picture]}, "images: got 2, but the prompt has a place for 1"),
-            ({"image_data": [picture], "video_data": [3]}, "video_data: got some"),
+            ({"image_data": [picture], "audio_data": [3]}, "audio_data: got some"),
+            ({"image_data": [picture], "video_data": [3]}, r"videos\[0\]: this engine has no video processor"),
             ({"image_data": [3]}, r"images\[0\]: got a int"),
             ({"mm_processor_kwargs": {"max_pixels": 4}}, "mm_processor_kwargs: got max_pixels"),
         ):
             with pytest.raises((ValueError, TypeError), match=said):
                 running.call(server.generate(ids, asked, "r", **given))
+
+
+def test_full_determinism_tells_images_apart(folders):
+    """Prompts of one text and several images: each has the same answers, in whichever order their calls come."""
+    pictures = pytest.importorskip("PIL.Image")
+    shown = [pictures.new("RGB", (24, 16), (90 * i, 50, 200)) for i in range(2)]
+    ids = [5, IMAGE + 2, *[IMAGE] * 6, IMAGE + 3, 7]
+    found = []
+    with Running(folders["qwen3_vl"], "actor_rollout_ref.rollout.full_determinism=true") as running:
+        for order in ([0, 1, 0, 1], [1, 1, 0, 0]):
+            running.server._calls_of.clear()  # as in another run
+
+            async def go(order=order):
+                asked = {**VERLS, "max_tokens": 5}
+                calls = [running.server.generate(ids, dict(asked), "r", image_data=[shown[i]]) for i in order]
+                return [(i, call.token_ids) for i, call in zip(order, await asyncio.gather(*calls))]
+
+            found.append(sorted(running.call(go())))
+    assert found[0] == found[1] and len(set(map(str, found[0]))) == 4

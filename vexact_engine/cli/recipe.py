@@ -77,7 +77,10 @@ def add_recipe(commands) -> None:
         "--any-layout", action="store_true", help="sum gradients in one tree: the same parameters on 1, 2, 4 .. ranks"
     )
     _number(training, "mini-batches", 1, "optimizer steps of a step")
-    _number(training, "micro-batch", 8, "sequences of a forward, on each rank")
+    training.add_argument(
+        "--micro-batch", type=options.positive, metavar="N",
+        help="sequences of a forward, on each rank (as many as come to some 8,192 tokens)",
+    )  # fmt: skip
     training.add_argument(
         "--check-every", type=options.count, default=10, metavar="N",
         help="score a part of the answers twice in every Nth step, and end where bytes differ (10; 0: never)",

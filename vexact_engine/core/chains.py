@@ -192,6 +192,10 @@ class Chains:
             budget -= chains[-1].count
         if not chains:
             return []
+        for chain in chains:  # pages that come to hold something else; a content may come back to a page later
+            reach, written = chain.chunk.sequence.drafts.reach, chain.end + max(0, chain.count - 1)
+            for page in chain.chunk.pages[reach.kept : self._pool.pages_for(written)]:
+                self._known.pop(page, None)
         drafted = self._model.draft(chains)
         for chain in chains:
             reach = chain.chunk.sequence.drafts.reach

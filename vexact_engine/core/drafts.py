@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from .plan import Chunk, StepPlan
 
 _INDEXED = 1024  # tokens that are added to automata in one step, at most: a few milliseconds
-_MOST_STATES = 1 << 20  # of all automata together, some 50 bytes each
+_MOST_STATES = 1 << 20  # of all automata together, some 50 bytes each; a token that texts hold counts as one too
+_OF_A_PROMPT = 64  # ... and as so many whatever else is kept of a prompt
+_LOOKS = 16  # prompts that are looked at for each that begins: how large all are together
 _MOST_OF_A_PROMPT = 1 << 17  # states: whoever comes then begins a new one
 _MOST_PROMPT = 4096  # tokens of a prompt's end that are looked at
 _MOST_ANSWERS = 16  # to a prompt with other seeds that are looked at, the newest ones
@@ -59,10 +61,11 @@ class Texts:
     """What was answered to a prompt and is being answered, as one automaton. Each text has the prompt at its beginning.
 
     users   sequences that are not finished
+    held    tokens of all texts, about
     """
 
     def __init__(self, prompt: Tokens[int], answers: Tokens[Tokens[int]] = ()):
-        self.suffixes, self.users = Suffixes(), 0
+        self.suffixes, self.users, self.held = Suffixes(), 0, _OF_A_PROMPT + 2 * len(prompt)
         self._texts: list[Tokens[int]] = [prompt]
         self._prompt = _Cursor(0, prompt, max(0, len(prompt) - _MOST_PROMPT))
         self._missing = [self.add([*prompt, *answer]) for answer in answers]
@@ -70,6 +73,7 @@ class Texts:
     def add(self, tokens: Tokens[int]) -> _Cursor:
         """A text that may grow."""
         self._texts.append(tokens)
+        self.held += len(tokens)
         return _Cursor(len(self._texts) - 1, tokens, 0)
 
     def advance(self, cursor: _Cursor, most: int) -> int:
@@ -159,7 +163,7 @@ class Drafter:
         self.answers = Answers(speculation.answer_tokens, vocab_size) if "answers" in self._sources else None
         self._texts: OrderedDict[tuple[int, ...], Texts] = OrderedDict()  # by prompt, the one used longest ago first
         self._rates: dict[tuple[str, int], list[float]] = {}  # by kind how many were right lately, and how many in all
-        self._full = False
+        self._full, self._begun = False, 0
         self._skipped = self._fruitless = 0  # steps that are not looked at, for in others nothing was worth it
         self._committed = 0.0
 
@@ -192,16 +196,23 @@ class Drafter:
         follower, sequence.drafts = sequence.drafts, None
         if follower is not None and follower.texts is not None:
             follower.texts.users -= 1
+            follower.texts.held += len(sequence.tokens) - sequence.num_prompt
         if self.answers is not None and reason in ("stop", "length"):
             self.answers.put(sequence.request.prompt_ids, sequence.seed, sequence.generated)
 
     def _trim(self) -> None:
-        """Of prompts that nobody asks any more, those of longest ago go."""
+        """Of prompts that nobody asks any more, those of longest ago go: also where no step has come to index them."""
+        self._begun += 1
+        if _LOOKS * self._begun < len(self._texts):
+            return
+        self._begun = 0
         states = sum(len(texts.suffixes) for texts in self._texts.values())
-        if states > _MOST_STATES // 2:
+        size = states + sum(texts.held for texts in self._texts.values())
+        if size > _MOST_STATES // 2:
             for key in [key for key, texts in self._texts.items() if not texts.users]:
-                states -= len(self._texts.pop(key).suffixes)
-                if states <= _MOST_STATES // 4:
+                gone = self._texts.pop(key)
+                states, size = states - len(gone.suffixes), size - len(gone.suffixes) - gone.held
+                if size <= _MOST_STATES // 4:
                     break
         self._full = states >= _MOST_STATES
 

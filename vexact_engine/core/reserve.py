@@ -12,7 +12,7 @@ from ..request import Sequence
 
 _RESERVED, _FIRST_USED, _USED_WEIGHT = 0.5, 1.0, 32
 
-Course = list[tuple[float, float, float]]  # of each sequence that runs what is expected of it, sorted
+Forecast = list[tuple[float, float, float]]  # of each sequence that runs what is expected of it, sorted
 
 
 class Reserve:
@@ -28,22 +28,22 @@ class Reserve:
             used = (len(sequence.tokens) - sequence.num_prompt) / max(1, sequence.limit - sequence.num_prompt)
             self.share += (_RESERVED * used - self.share) / _USED_WEIGHT
 
-    def course(self, running: Iterable[Sequence]) -> Course:
+    def forecast(self, running: Iterable[Sequence]) -> Forecast:
         return sorted(self._expected(sequence, len(sequence.pages)) for sequence in running)
 
-    def lasts(self, course: Course, sequence: Sequence, room: int) -> bool:
+    def lasts(self, forecast: Forecast, sequence: Sequence, room: int) -> bool:
         """Whether pages are likely to last until all have ended that run, if this one is let in among them.
 
-        course   of those that run; gets this one's if so
+        forecast   of those that run; gets this one's if so
         """
         own = self._expected(sequence, -(-len(sequence.tokens) // self._size))
-        at = bisect(course, own)
-        missing, count, given_back = sum(one[1] for one in course) + own[1], len(course) + 1, 0.0
-        for steps, now, back in (*course[:at], own, *course[at:]):
+        at = bisect(forecast, own)
+        missing, count, given_back = sum(one[1] for one in forecast) + own[1], len(forecast) + 1, 0.0
+        for steps, now, back in (*forecast[:at], own, *forecast[at:]):
             if missing + count * steps / self._size - given_back > room:
                 return False
             missing, count, given_back = missing - now, count - 1, given_back + back
-        course.insert(at, own)
+        forecast.insert(at, own)
         return True
 
     def _expected(self, sequence, held):

@@ -76,10 +76,10 @@ class Scheduler:
         reuse, self._snapshots = config.enable_prefix_cache, None
         if chunk is not None and (reuse := reuse and bool(config.num_snapshots)):
             self._snapshots = Snapshots(config.num_snapshots, config.page_size, chunk)
-        self._windows = None
+        self.windows = None
         if reach is not None and config.num_window_pages is not None:
-            self._windows = WindowPages(config.num_window_pages, config.page_size, reach, config.num_pages)
-        self.pool = PagePool(config.num_pages, config.page_size, reuse, self._snapshots, self._windows)
+            self.windows = WindowPages(config.num_window_pages, config.page_size, reach, config.num_pages)
+        self.pool = PagePool(config.num_pages, config.page_size, reuse, self._snapshots, self.windows)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = vocab_size
         self.find_stop = find_stop
@@ -190,8 +190,8 @@ class Scheduler:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = None
-        if self._windows is not None:
-            self._windows.release(sequence)
+        if self.windows is not None:
+            self.windows.release(sequence)
         self.pool.release(sequence.forget_pages())
         self._blocked = None
 
@@ -259,7 +259,7 @@ class Scheduler:
         chunks, size = plan.chunks, self.pool.page_size
         budget = self.config.max_num_batched_tokens
         running, prefills, told = State.RUNNING, [], 0
-        snapshots, windows = self._snapshots, self._windows
+        snapshots, windows = self._snapshots, self.windows
 
         step = self.stats.steps
         if windows is not None:  # what one lets go another may take: plans run in the order in which they are made
@@ -329,8 +329,8 @@ class Scheduler:
                 sequence = chunk.sequence
                 chunk.draft = tokens
                 sequence.num_planned = chunk.end = chunk.end + len(tokens)
-                if self._windows is not None:
-                    self._windows.cover(sequence, chunk.end)
+                if self.windows is not None:
+                    self.windows.cover(sequence, chunk.end)
                 sequence.drafted += len(tokens)
                 plan.drafted += len(tokens)
         self.stats.drafted_tokens += plan.drafted
@@ -343,8 +343,8 @@ class Scheduler:
         while len(pages) * size < chunk.end + count and self.pool.num_available > len(self.running):
             pages.append(self.pool.allocate())
         end = len(pages) * size
-        if self._windows is not None:
-            end = min(end, self._windows.room(chunk.sequence))
+        if self.windows is not None:
+            end = min(end, self.windows.room(chunk.sequence))
         return max(0, min(count, end - chunk.end))
 
     def _room(self, chunk):
@@ -374,8 +374,8 @@ class Scheduler:
 
     def _plan(self, plan, sequence, length, restore=None):
         start, save = sequence.num_planned, None
-        if self._windows is not None:
-            length = min(length, self._windows.room(sequence) - start)
+        if self.windows is not None:
+            length = min(length, self.windows.room(sequence) - start)
         if length > 0:
             length = self.encodings.end_of(sequence.request, start, start + length) - start
         if length <= 0:
@@ -384,8 +384,8 @@ class Scheduler:
             end, worth = self._snapshots.cut(start, start + length, len(sequence.tokens) + sequence.in_flight)
             length, save = end - start, self._snapshots.take() if worth else None
         end = sequence.num_planned = start + length
-        if self._windows is not None:
-            self._windows.cover(sequence, end)
+        if self.windows is not None:
+            self.windows.cover(sequence, end)
         needs_sample = end == len(sequence.tokens) + sequence.in_flight
         place = sequence.pages, sequence.epoch, sequence.slot
         plan.chunks.append(Chunk(sequence, start, end, needs_sample, *place, restore, save))
@@ -402,7 +402,7 @@ class Scheduler:
 
     def _grow(self, sequence):
         """Give a decode the pages its next token needs. False if it had to be preempted itself."""
-        pool, windows, start = self.pool, self._windows, sequence.num_planned
+        pool, windows, start = self.pool, self.windows, sequence.num_planned
         more = start >= len(sequence.pages) * pool.page_size
         while (more and not pool.num_available) or (windows and windows.room(sequence) <= start):
             victim = self.running[-1]
@@ -417,13 +417,13 @@ class Scheduler:
 
     def _admit(self, plan, budget):
         """Let the waiting in, in order, as far as the pages and the budget go."""
-        pool, windows = self.pool, self._windows
+        pool, windows = self.pool, self.windows
         if not (budget and self.waiting and len(self.running) < self._max_running):
             return
         if self.waiting[0] is self._blocked:
             return
         computing = {self._next_key(sequence) for sequence in self.running}
-        passed, course = [], None
+        passed, forecast = [], None
         while budget and self.waiting and len(self.running) < self._max_running and len(passed) < self._max_running:
             sequence = self.waiting[0]
             if sequence is self._blocked or sequence.in_flight:  # preempted in flight: its tokens are on their way
@@ -445,12 +445,12 @@ class Scheduler:
                 break
             missing = pool.pages_for(len(sequence.tokens)) - len(known)
             room = pool.num_available - missing - pool.num_unheld(known)
-            if course is None and self._reserve.share:
-                course = self._reserve.course(self.running)
+            if forecast is None and self._reserve.share:
+                forecast = self._reserve.forecast(self.running)
             # One page is left to each running sequence, lest the next step undo this admission, and some of what they
             # are likely to need until they end.
             scarce = room < len(self.running) or (windows and not windows.admits((*self.running, sequence)))
-            if scarce or (self.running and course is not None and not self._reserve.lasts(course, sequence, room)):
+            if scarce or (self.running and forecast is not None and not self._reserve.lasts(forecast, sequence, room)):
                 self._blocked = sequence
                 break
             self.waiting.popleft()

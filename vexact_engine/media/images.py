@@ -24,7 +24,9 @@ from ..core.plan import Chunk, StepPlan
 MOST_PIXELS = 64 << 20  # of one image before it is resized
 MOST_BYTES = 64 << 20
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # as Pillow calls them: others may start programs, or raise anything
 _TEXT = -1  # for a token that stands for nothing
+_FURTHEST = (1 << 24) - 1  # place that fp32 has exactly, and angles are computed of
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +88,9 @@ class Pictures:
         # A text behind the prompt goes on as a trainer counts it, who sees both as one: behind a video whose frames lie
         # far apart that is not behind the largest position, where transformers' generate goes on.
         axes = axes_of([*self.prompt_ids, _TEXT], waiting, merge, "images").numpy()
+        if axes.min() < -_FURTHEST or axes.max() > _FURTHEST:
+            places = f"places from {axes.min()} to {axes.max()}, expected at most 2^24 - 1 in magnitude"
+            raise ValueError(f"videos: their frames lie so far apart (second_per_grid_ts) that tokens have {places}")
         self.axes, self.shift = axes[:, :-1], int(axes[0, -1]) - len(self.prompt_ids)
         self.keys = list(self.prompt_ids)
         for (image, start), pace in zip(self.placed, paces):
@@ -246,9 +251,11 @@ def opened(image: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            return _checked(PIL.Image.open(io.BytesIO(image)))
+            return _checked(PIL.Image.open(io.BytesIO(image), formats=_FORMATS))
     except PIL.UnidentifiedImageError:
-        raise ValueError(f"the {len(image)} bytes are no image that is known") from None
+        raise ValueError(
+            f"the {len(image)} bytes are no image that is known, expected {', '.join(_FORMATS)}, or an image of PIL's"
+        ) from None
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
         raise ValueError(f"more pixels than allowed: {error}") from None
     except (OSError, SyntaxError) as error:  # as Pillow says of a broken file
@@ -256,10 +263,10 @@ def opened(image: Any) -> Any:
 
 
 def _checked(image: Any) -> Any:
-    """Of no more pixels than allowed: looked at before they are decoded."""
+    """Of some pixels, and no more than allowed: looked at before they are decoded."""
     width, height = image.size
-    if width * height > MOST_PIXELS:
-        raise ValueError(f"got {width} x {height} pixels, expected at most {MOST_PIXELS}")
+    if not 0 < width * height <= MOST_PIXELS:
+        raise ValueError(f"got {width} x {height} pixels, expected 1 to {MOST_PIXELS}")
     return image.convert("RGB")
 
 
@@ -275,7 +282,7 @@ def read(given: Any, types: Sequence[str], most: int, otherwise: str = "") -> by
         if str(given).startswith(("http:", "https:")):
             raise ValueError("got a URL, expected a path, bytes or a data: URI: nothing is fetched")
         path = Path(given)
-        if not path.is_file():
+        if not _is_file(path):
             raise ValueError(f"{str(given)[:80]!r} is no file")
         if path.stat().st_size > most:
             raise ValueError(f"got a file of {path.stat().st_size} bytes, expected at most {most}")
@@ -285,6 +292,13 @@ def read(given: Any, types: Sequence[str], most: int, otherwise: str = "") -> by
     if len(given) > most:
         raise ValueError(f"got {len(given)} bytes, expected at most {most}")
     return bytes(given)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no name of one: base64 without "data:", say
+        return False
 
 
 def _of_uri(uri: str, types: Sequence[str]) -> bytes:

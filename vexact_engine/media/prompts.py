@@ -82,8 +82,8 @@ def _each(name: str, given: Any) -> list[tuple[str, Any]]:
 def _named(name: str, function, *args):
     try:
         return function(*args)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from error
+    except (TypeError, ValueError) as error:  # or a kind of them that is made of something else than a text
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}") from error
 
 
 def read_prompt(

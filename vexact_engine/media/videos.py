@@ -1,15 +1,18 @@
-"""Videos of prompts: frames of files, as many as the model's own video processor asks for, within bounds.
+"""Videos of prompts: frames of files, as many as the model's own video processor asks for, within bounds; or frames
+that have been taken already.
 
 PyAV decodes. Files come as bytes alone, in a few containers that are told by their first bytes and in a few codecs, so
 that nothing in them (a playlist, a reference to another file) can have anything else opened.
 """
 
 import io
+import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from vexact_ops.patch.description import Images
 
@@ -26,15 +29,21 @@ _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg")
 
 
 class Film(NamedTuple):
-    """Frames that were taken of a video, (frames, rows, columns, 3) uint8, which ones they are, and of how many."""
+    """Frames that were taken of a video, (frames, rows, columns, 3) uint8, which ones they are, and of how many.
 
-    frames: np.ndarray
+    given   where somebody else took them: their metadata, and the frames are as they came
+    """
+
+    frames: np.ndarray | Tensor
     indices: list[int]
-    total: int
+    total: float
     fps: float
+    given: Mapping[str, Any] | None = None
 
     def metadata(self) -> dict[str, Any]:
         """As transformers has it."""
+        if self.given is not None:
+            return {**self.given, "frames_indices": list(self.indices)}
         _, height, width, _ = self.frames.shape
         about = {"total_num_frames": self.total, "fps": self.fps, "duration": self.total / self.fps}
         return {
@@ -60,8 +69,9 @@ class Film(NamedTuple):
 def opened_videos(
     videos: Sequence[Any], described: Images, processor: Any | None
 ) -> tuple[list[Video], list[list[float]]]:
-    """Of a list of paths, bytes or data: URIs; and the seconds of what has tokens of its own in each. TypeError or
-    ValueError on what is no video, and where no processor makes patches of them."""
+    """Of a list of paths, bytes or data: URIs, or of frames with their metadata (see `taken`); and the seconds of what
+    has tokens of its own in each. TypeError or ValueError on what is no video, and where no processor makes patches of
+    them."""
     if described.video is None:
         raise ValueError("got some, expected none: this model's videos are not covered")
     if processor is None:
@@ -69,17 +79,59 @@ def opened_videos(
             "this engine has no video processor (video_preprocessor_config.json beside the weights and torchvision "
             "installed, or engine.video_processor): give pixel_values_videos and video_grid_thw"
         )
-    made = [_made(read(video, TYPES, MOST_BYTES), described, processor) for video in videos]
+    made = [_made(video, described, processor) for video in videos]
     return [video for video, _ in made], [seconds for _, seconds in made]
 
 
-def _made(data: bytes, described: Images, processor: Any) -> tuple[Video, list[float]]:
-    film = decoded(data, lambda about: processor.sample_frames(_Metadata(about)))
+def _made(video: Any, described: Images, processor: Any) -> tuple[Video, list[float]]:
+    if isinstance(video, tuple):
+        film = taken(video)
+    else:
+        data = read(video, TYPES, MOST_BYTES, "frames and their metadata, ")
+        film = decoded(data, lambda about: processor.sample_frames(_Metadata(about)))
     given = {"video_metadata": [film.metadata()], "do_sample_frames": False, "return_tensors": "pt"}
     made, together = processor(videos=[film.frames], **given), processor.temporal_patch_size
     seconds = None if described.frames_apart else [together / film.sampled_fps]
     (video,) = ready_videos("processor", made["pixel_values_videos"], made["video_grid_thw"], seconds, described)
     return video, film.stamps(together)
+
+
+def taken(video: tuple) -> Film:
+    """Of frames, (frames, 3, rows, columns) or (frames, rows, columns, 3), and transformers' metadata of them:
+    total_num_frames, fps, frames_indices. TypeError, ValueError."""
+    frames, about = video if len(video) == 2 else (None, None)
+    if not isinstance(frames, Tensor | np.ndarray) or not isinstance(about, Mapping):
+        kinds = ", ".join(type(part).__name__ for part in video)
+        raise TypeError(f"got a tuple of ({kinds}), expected frames (a tensor or an array) and their metadata (a dict)")
+    shape = tuple(frames.shape)
+    if len(shape) != 4 or not shape[0] or 3 not in (shape[1], shape[3]):
+        raise ValueError(f"got frames of shape {shape}, expected (frames, 3, rows, columns) or (.., rows, columns, 3)")
+    rows, columns = shape[2:] if shape[1] == 3 else shape[1:3]
+    _check_pixels(columns, rows)
+    _check_taken(len(frames), rows * columns)
+    total, fps, indices = (about.get(name) for name in ("total_num_frames", "fps", "frames_indices"))
+    for name, value in (("total_num_frames", total), ("fps", fps)):
+        if not isinstance(value, numbers.Real) or not value > 0:
+            raise ValueError(f"got metadata with {name} {value!r}, expected a number above 0")
+    places = [] if indices is None else [int(i) for i in indices]
+    # transformers' processor writes the last one again into the very list where frames are made up to a multiple
+    if len(places) < len(frames) or any(place != places[len(frames) - 1] for place in places[len(frames) :]):
+        raise ValueError(f"got metadata with {len(places)} frames_indices, expected those of {len(frames)} frames")
+    return Film(frames, places[: len(frames)], total, float(fps), about)
+
+
+def evenly(
+    about: Mapping[str, Any], fps: float | None = None, count: int | None = None, least: int = 4, most: int = 768
+) -> list[int]:
+    """Which frames of a video to take, the first and the last among them: `count`, or so many a second, an even number
+    of them where there are as many. ValueError on no number above 0."""
+    for name, value in (("fps", fps), ("nframes", count), ("min_frames", least), ("max_frames", most)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: got {value!r}, expected a number above 0")
+    total = about["total_num_frames"]
+    wanted = total / about["fps"] * fps if count is None else count
+    wanted = int(min(max(wanted, least) if count is None else wanted, most, total))
+    return np.linspace(0, total - 1, max(wanted - wanted % 2, 1)).round().astype(int).tolist()
 
 
 class _Metadata:
@@ -112,8 +164,7 @@ def decoded(data: bytes, sample: Callable[[Mapping[str, Any]], Any]) -> Film:
             _check_pixels(size["width"], size["height"])
             chosen = sample({"total_num_frames": total, "fps": fps, "duration": total / fps, **size})
             indices = [int(i) for i in chosen]
-            if size["height"] * size["width"] * len(set(indices)) > MOST_SAMPLED:
-                raise ValueError(f"got {len(indices)} frames to take, expected at most {MOST_SAMPLED} pixels of them")
+            _check_taken(len(set(indices)), size["height"] * size["width"])
             return Film(_frames(container, stream, indices, end), indices, total, fps)
     except av.FFmpegError as error:
         raise ValueError(f"a broken video: {error}") from None
@@ -130,6 +181,11 @@ def _container(data: bytes) -> str:
 def _check_pixels(width: int, height: int) -> None:
     if width * height > MOST_PIXELS:
         raise ValueError(f"got frames of {width} x {height} pixels, expected at most {MOST_PIXELS}")
+
+
+def _check_taken(count: int, pixels: int) -> None:
+    if count * pixels > MOST_SAMPLED:
+        raise ValueError(f"got {count} frames to take, expected at most {MOST_SAMPLED} pixels of them")
 
 
 def _check_codec(stream: Any) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import vexact_ops as vx
 
 from ..errors import EngineClosed, EngineForked, ReplicaDied, WeightsMissing
-from ..outputs import Call, Increment, Outgoing
+from ..outputs import Increment, Outgoing, Submission
 from ..request import Completion, refused
 from . import limits
 from . import messages as m
@@ -138,7 +138,7 @@ class Front:
                 self._place(job)
             self._outgoing.flush()
 
-    def whole(self, call: Call) -> None:
+    def whole(self, call: Submission) -> None:
         """All of its requests have been handed over."""
         with self._lock:
             call.one_done()

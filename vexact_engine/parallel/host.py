@@ -275,7 +275,9 @@ def _without_prompt(completion: Completion) -> Completion:
 
 
 def facts(engine: Engine) -> dict[str, Any]:
-    """What a front has to know of an engine that is just made."""
+    """What a front has to know of an engine that is just made. ValueError of one that replicas do not serve."""
+    if engine.labels is not None:
+        raise ValueError(f"Replicas: {engine.name}: it scores sequences, expected one Engine for it")
     return {
         "pid": os.getpid(),
         "config": m.as_dict(engine.config),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..config import SamplingParams
-from ..outputs import Call, Increment, Load
+from ..outputs import Increment, Load, Submission
 from ..request import Begun, Completion
 from . import messages as m
 
@@ -55,7 +55,7 @@ class Job:
         prompt_ids: list[int],
         params: SamplingParams,
         name: str,
-        call: Call,
+        call: Submission,
         listen: Callable[[Increment | BaseException], None] | None,
         pictures: Any = None,
     ):

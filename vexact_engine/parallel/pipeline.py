@@ -177,6 +177,7 @@ class PipelineWorker:
             self._encodes = [bool(handle.describe().tower_names(layers)) for layers in self.layers]
             self.chunk = runner_memory.chunk_of(handle.memories())
             self.reach = runner_memory.reach(handle.memories())
+            self.numbers_alone = runner_memory.numbers_alone(handle.memories(), config)
             if config.tensor_parallel_size > 1:  # what does not fit is said here, before any process is there
                 whole_experts = config.expert_parallel_size > 1
                 cut_weights(handle.describe(), shapes(self.model), 0, config.tensor_parallel_size, whole_experts)

@@ -27,7 +27,7 @@ from ..handover.buffers import HOST, Buckets, BucketSpace
 from ..handover.messages import Bucket, dtype_name
 from ..handover.packing import bucket_bytes, check_whole, packed
 from ..handover.session import with_model
-from ..outputs import Call, Load
+from ..outputs import Load, Submission
 from ..request import Completion, check_ids, check_name, check_params, fresh, refused, token_ids
 from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
@@ -406,8 +406,8 @@ class Replicas(Frontend):
     def load(self) -> Load:
         """As Engine.load, of all together and as last heard of."""
         loads = [one.load for one in self._front.replicas]
-        sums = (sum(getattr(one, name) for one in loads) for name in ("running", "waiting", "pages_used", "pages"))
-        return Load(*sums, paused=self._front.paused)
+        names = ("running", "waiting", "pages_used", "pages", "window_pages_used", "window_pages")
+        return Load(**{name: sum(getattr(one, name) for one in loads) for name in names}, paused=self._front.paused)
 
     @property
     def closed(self) -> bool:
@@ -464,7 +464,7 @@ class Replicas(Frontend):
         return self.config.max_num_seqs * len(self._front.replicas)
 
     def _handed_over(
-        self, each: list[tuple], call: Call, may_wait: bool = True
+        self, each: list[tuple], call: Submission, may_wait: bool = True
     ) -> Iterator[tuple[int, Job | list[Completion]]]:
         """The first once they fill a step of every replica, which compute these while the others are made; then of more
         and more steps, so few that what replicas say need not wait for long."""

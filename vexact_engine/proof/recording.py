@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from .stacks import Call, Stack
+from .stacks import Forward, Stack
 
 LOGITS = "(logits)"
 # Ops that compute nothing, whatever they are given.
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         self._hooks: list = []
         self.forwards = 0
 
-    def record(self, call: Call) -> Tensor:
+    def record(self, call: Forward) -> Tensor:
         """Run one forward."""
         self.rows, self.shape = call.rows, tuple(call.rows.shape)
         self.flat = call.rows.flatten()

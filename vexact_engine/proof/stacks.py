@@ -22,7 +22,7 @@ CACHES = ("cache", "past_key_values")
 
 
 @dataclass
-class Call:
+class Forward:
     """One forward.
 
     rows   (B, S) int64: which token each place holds, counted through all sequences; -1 is padding
@@ -49,7 +49,9 @@ class Stack:
     options: dict
     kind: str
 
-    def calls(self, sequences: Sequence[Sequence[int]]) -> "AbstractContextManager[tuple[nn.Module, Iterator[Call]]]":
+    def calls(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> "AbstractContextManager[tuple[nn.Module, Iterator[Forward]]]":
         return self.open(sequences, **self.options)
 
     def again(self, **options: Any) -> "Stack":
@@ -152,12 +154,12 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _open_padded(model, sequences, *, batch, pad, chunk) -> Iterator[tuple[nn.Module, Iterator[Call]]]:
+def _open_padded(model, sequences, *, batch, pad, chunk) -> Iterator[tuple[nn.Module, Iterator[Forward]]]:
     with _evaluated(model):
         yield model, _padded(model, sequences, batch, pad, chunk)
 
 
-def _padded(model, sequences, batch, pad, chunk) -> Iterator[Call]:
+def _padded(model, sequences, batch, pad, chunk) -> Iterator[Forward]:
     device, offset = _device(model), 0
     size = batch or len(sequences)
     for start in range(0, len(sequences), size):
@@ -177,7 +179,7 @@ def _padded(model, sequences, batch, pad, chunk) -> Iterator[Call]:
         for begin in range(0, width, chunk or width):
             end = min(width, begin + (chunk or width))
             part = functools.partial(_call, model, ids, whole, positions, begin, end, cache, chunk is not None)
-            yield Call(rows[:, begin:end], part)
+            yield Forward(rows[:, begin:end], part)
 
 
 def _call(model, ids, mask, positions, begin, end, cache, cached) -> Tensor:
@@ -205,7 +207,7 @@ def _open_patched(model, sequences, *, pack, batch, pad, **options):
             yield handle.model, _packed(handle.model, sequences, batch)
 
 
-def _packed(model, sequences, batch) -> Iterator[Call]:
+def _packed(model, sequences, batch) -> Iterator[Forward]:
     device, offset = _device(model), 0
     for start in range(0, len(sequences), batch or len(sequences)):
         group = sequences[start : start + (batch or len(sequences))]
@@ -213,7 +215,7 @@ def _packed(model, sequences, batch) -> Iterator[Call]:
         ends = torch.tensor([0, *map(len, group)], dtype=torch.int64).cumsum(0).to(torch.int32).to(device)
         rows = torch.arange(offset, offset + ids.shape[1])[None]
         offset += ids.shape[1]
-        yield Call(rows, lambda ids=ids, ends=ends: model(input_ids=ids, cu_seq_lens_q=ends, use_cache=False).logits)
+        yield Forward(rows, lambda ids=ids, ends=ends: model(input_ids=ids, cu_seq_lens_q=ends, use_cache=False).logits)
 
 
 @contextlib.contextmanager
@@ -228,7 +230,7 @@ def _open_engine(model, sequences, *, chunk, tp, **options):
             yield ranked.model, _paged(model, ranked.memories, ranked.logits, sequences, chunk)
 
 
-def _paged(model, memories, logits, sequences, chunk) -> Iterator[Call]:
+def _paged(model, memories, logits, sequences, chunk) -> Iterator[Forward]:
     """memories   of each rank; logits: of a batch that each has with its own"""
     first = next(model.parameters())
     tables, pages = [], 0
@@ -246,4 +248,4 @@ def _paged(model, memories, logits, sequences, chunk) -> Iterator[Call]:
         ids = torch.tensor([t for i, (x, y) in zip(due, spans) for t in sequences[i][x:y]], dtype=torch.int64)
         rows = torch.cat([torch.arange(offsets[i] + x, offsets[i] + y) for i, (x, y) in zip(due, spans)])[None]
         batches = [plain(caches, [tables[i] for i in due], spans, ids, owners=due) for caches in each]
-        yield Call(rows, lambda batches=batches: logits(batches))
+        yield Forward(rows, lambda batches=batches: logits(batches))

@@ -20,10 +20,10 @@ _COUNTS = (
     "max_new_tokens",
     "max_prompt_tokens",
     "mini_batches",
-    "micro_batch",
     "ranks",
     "replicas",
 )
+SEQUENCES = 8  # of a forward and backward
 _ENGINE = ("num_pages", "max_num_seqs", "max_num_batched_tokens")
 # What two runs with the same bits may have otherwise: how long they are, where they lie and run, how the engine is cut.
 _FREE = {
@@ -60,7 +60,8 @@ class Options:
     advantage          "grpo": (reward - mean of its group) / standard deviation of it; "rloo": reward - mean of the
                        others of its group
     mini_batches       optimizer steps of a step. From the second on the policy has moved: then the clip is at work
-    micro_batch        sequences of one forward and backward, on each rank
+    micro_batch        sequences of one forward and backward, on each rank; None: as many as come to some 8,192 tokens,
+                       but 8 with any_layout and of the stock trainer, which holds their logits
     clip               of the ratio, to [1 - clip, 1 + clip]
     max_grad_norm      gradients are scaled down to it
     any_layout         sum gradients in one tree, so that any power of two of ranks ends with the same parameters. A
@@ -94,7 +95,7 @@ class Options:
     temperature: float = 1.0
     advantage: str = "grpo"
     mini_batches: int = 1
-    micro_batch: int = 8
+    micro_batch: int | None = None
     learning_rate: float = 2e-5
     weight_decay: float = 0.0
     clip: float = 0.2
@@ -118,7 +119,7 @@ class Options:
         _set_int(self, "samples", 2)  # an advantage compares the answers to one prompt
         _set_int(self, "seed", 0, 2**64 - 1)
         _set_int(self, "check_every", 0)
-        for name in ("layers", "epoch_steps", *_ENGINE):
+        for name in ("layers", "epoch_steps", "micro_batch", *_ENGINE):
             _set_int(self, name, 1, optional=True)
         if self.speculation is not None:
             _set_int(self, "speculation", 0, MAX_DRAFT_TOKENS)
@@ -141,17 +142,21 @@ class Options:
         if self.any_layout:
             if self.ranks & (self.ranks - 1):
                 raise _value_error(self, "ranks", "a power of two with any_layout")
-            if self.prompts * self.samples % (shares * self.micro_batch):
+            if self.prompts * self.samples % (shares * self._leaf):
                 raise ValueError(
-                    f"Options: micro_batch: got {self.micro_batch} with any_layout, expected prompts x samples, "
+                    f"Options: micro_batch: got {self._leaf} with any_layout, expected prompts x samples, "
                     f"{self.prompts} x {self.samples}, to be a multiple of mini_batches x ranks x micro_batch"
                 )
+
+    @property
+    def _leaf(self) -> int:
+        return self.micro_batch or SEQUENCES
 
     def share(self, samples: Sequence, rank: int) -> list:
         """What a rank trains on of a step's samples, in its order: every ranks-th of them, or of leaves."""
         if not self.any_layout:
             return list(samples[rank :: self.ranks])
-        leaves = [samples[i : i + self.micro_batch] for i in range(0, len(samples), self.micro_batch)]
+        leaves = [samples[i : i + self._leaf] for i in range(0, len(samples), self._leaf)]
         return [sample for leaf in leaves[rank :: self.ranks] for sample in leaf]
 
     def check_model(self) -> None:

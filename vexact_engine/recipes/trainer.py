@@ -1,6 +1,7 @@
 """The trainer: a Hugging Face model with fp32 masters, on aligned ops or as it comes; on several ranks under FSDP2."""
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,9 @@ import vexact_ops as vx
 
 from . import digests
 from .masters import Masters
-from .options import Options
+from .options import SEQUENCES, Options
+
+FORWARD_TOKENS = 8192  # of a forward, about: a GPU's kernels take longer than the calls of them, at small models too
 
 
 @dataclass
@@ -105,12 +108,25 @@ class Trainer:
     def score(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Log-probabilities of the answers' tokens, before training. In other batches than training's: aligned ones do
         not mind."""
-        size, found = max(1, self.options.micro_batch // 2), []
-        for start in range(0, len(samples), size):
-            batch = samples[start : start + size]
+        found = []
+        for batch in self._batches(samples, 2):
             values, _ = self._forward(batch, entropy=False)
-            found += [v.cpu() for v in values.split([len(s.token_ids) for s in batch])]
-        return found
+            found += values.split([len(s.token_ids) for s in batch])
+        return [v.cpu() for v in found]
+
+    def _batches(self, samples: Sequence[Sample], parts: int = 1) -> list[Sequence[Sample]]:
+        """What one forward each computes, with training's batches in two parts, say: on every rank as many."""
+        size = self.options.micro_batch
+        if size is None and self.aligned and self._tree is None:
+            lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
+            count = -(-sum(lengths) * parts // FORWARD_TOKENS)
+            if self._mesh.size() > 1:
+                most = self._integers([count])
+                dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group())
+                count = int(most)
+            return cut(samples, lengths, min(count, len(samples)))
+        size = max(1, (size or SEQUENCES) // parts)
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def _forward(self, batch: Sequence[Sample], entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(T,) fp32 log-probabilities at the rollout's temperature of all answers' tokens, and the entropies there.
@@ -121,7 +137,7 @@ class Trainer:
         rows = [s.prompt_ids + s.token_ids for s in batch]
         ends = [0, *itertools.accumulate(map(len, rows))]
         ids = self._integers([token for row in rows for token in row])
-        bounds = torch.tensor(ends, dtype=torch.int32, device=self.device)
+        bounds = torch.tensor(ends, dtype=torch.int32)
         options = {"cu_seqlens": bounds, "temperature": self.options.temperature, "return_entropy": entropy}
         found = self._handle.logprobs(ids, **options)
         # The value at t is of token t + 1: an answer's begin at its prompt's last token.
@@ -143,7 +159,11 @@ class Trainer:
         return every.gather(1, target[:, None])[:, 0], spread
 
     def _integers(self, values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return self._there(torch.tensor(values, dtype=torch.int64))
+
+    def _there(self, x: Tensor) -> Tensor:
+        """On the trainer's device, without waiting for what that computes."""
+        return x if self.device.type == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
 
     # Training
 
@@ -154,12 +174,11 @@ class Trainer:
         returns   gradient norm of the last mini-batch, and how many weights, as the engine will hold them, have moved
         """
         before = list(self._rounded())
-        size = len(samples) // self.options.mini_batches
+        size, seen = len(samples) // self.options.mini_batches, []
         for number, total in enumerate(tokens):
             self.optimizer.zero_grad()
-            mini = samples[number * size : (number + 1) * size]
-            for start in range(0, size, self.options.micro_batch):
-                self._train(mini[start : start + self.options.micro_batch], total)
+            for batch in self._batches(samples[number * size : (number + 1) * size]):
+                seen.append((batch, *self._train(batch, total)))
                 if self._tree is not None:
                     self._tree.add()
             if self._tree is not None:
@@ -168,6 +187,10 @@ class Trainer:
                 norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
             self.optimizer.step()
             self.follow()
+        for batch, *both in seen:  # at the end: until then nobody waits for the device
+            lengths = [len(s.token_ids) for s in batch]
+            for sample, *values in zip(batch, *(v.cpu().split(lengths) for v in both)):
+                sample.new, sample.entropy = values
         moved = sum((now != old).sum() for now, old in zip(self._rounded(), before))
         dist.all_reduce(moved, group=self._mesh.get_group())
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -179,19 +202,30 @@ class Trainer:
             part = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
             yield part.to(self._dtype, copy=True)
 
-    def _train(self, batch: Sequence[Sample], total: int) -> None:
+    def _train(self, batch: Sequence[Sample], total: int) -> tuple[Tensor, Tensor]:
+        """Adds to the gradients. Returns log-probabilities and entropies of all answers' tokens."""
         values, entropies = self._forward(batch, entropy=True)
-        lengths = [len(s.token_ids) for s in batch]
-        for sample, *both in zip(batch, *(v.detach().cpu().split(lengths) for v in (values, entropies))):
-            sample.new, sample.entropy = both
-        old = torch.cat([s.old for s in batch]).to(self.device)
-        weight = torch.tensor([s.advantage for s in batch], dtype=torch.float32, device=self.device)
-        advantage = weight.repeat_interleave(self._integers(lengths))
+        old = self._there(torch.cat([s.old for s in batch]))
+        weight = torch.tensor([s.advantage for s in batch], dtype=torch.float32)
+        lengths = torch.tensor([len(s.token_ids) for s in batch], dtype=torch.int64)
+        advantage = self._there(weight.repeat_interleave(lengths))
         loss = policy_loss(values, old, advantage, self.options.clip)
         if self.options.entropy_coefficient:
             loss = loss - self.options.entropy_coefficient * entropies
         ranks = self._mesh.size() if self._tree is None else 1  # FSDP2 takes the mean over ranks, the tree the sum
         (loss.sum() * (ranks / total)).backward()
+        return values.detach(), entropies.detach()
+
+
+def cut(samples: Sequence, lengths: Sequence[int], count: int) -> list[Sequence]:
+    """In so many parts, none of them empty, each of about as many tokens."""
+    ends, bounds = [0, *itertools.accumulate(lengths)], [0]
+    for part in range(1, count):
+        wanted = ends[-1] * part / count
+        near = bisect_left(ends, wanted)
+        near -= wanted - ends[near - 1] <= ends[near] - wanted
+        bounds.append(min(max(near, bounds[-1] + 1), len(samples) - (count - part)))
+    return [samples[begin:end] for begin, end in itertools.pairwise([*bounds, len(samples)])]
 
 
 def policy_loss(new: Tensor, old: Tensor, advantage: Tensor, clip: float) -> Tensor:

@@ -105,7 +105,7 @@ class Weights:
         return weight, None if biases[0] is None else join([self._tensors[bias] for bias in biases])
 
 
-class _Product:
+class _Projections:
     """x -> the outputs of some projections of it, as columns of one product where their weights can be one."""
 
     def __init__(self, weights: Weights, *linears: d.Linear):
@@ -178,7 +178,7 @@ def _asked(weights: Weights, part: d.Attention | d.Latent, kv_segment: int | Non
 class _Attention:
     def __init__(self, weights: Weights, part: d.Attention, ranks: Ranks, kv_segment: int | None):
         self.ranks = ranks
-        self.qkv, self.o = _Product(weights, part.q, part.k, part.v), weights.rows(part.o)
+        self.qkv, self.o = _Projections(weights, part.q, part.k, part.v), weights.rows(part.o)
         self.heads, self.kv_heads, self.dim, self.v_dim = part.heads, part.kv_heads, part.dim, part.v_dim
         self.gated = part.gated
         self.alike = [part.heads, part.kv_heads, part.kv_heads] if part.v_dim == part.dim and not part.gated else None
@@ -267,7 +267,7 @@ class _Latent:
     def __init__(self, weights: Weights, part: d.Latent, ranks: Ranks, kv_segment: int | None):
         self.ranks = ranks
         first = part.q if part.q_a is None else part.q_a
-        self.down = _Product(weights, first, part.kv_a)
+        self.down = _Projections(weights, first, part.kv_a)
         self.q_norm = norm_of(weights, part.q_a_norm)
         self.q_up = None if part.q_a is None else weights.rows(part.q)
         self.kv_norm, self.o = norm_of(weights, part.kv_norm), weights.rows(part.o)
@@ -320,7 +320,7 @@ class _GatedDelta:
         self.ranks = ranks
         self.by_head, self.heads = part.z is None, (part.key_heads, part.k_dim, part.v_dim)
         others = [linear for linear in (part.z, part.b, part.a) if linear is not None]
-        self.read, self.doubled = _Product(weights, *part.qkv, *others), part.doubled
+        self.read, self.doubled = _Projections(weights, *part.qkv, *others), part.doubled
         sizes = sum(linear.features for linear in part.qkv), *(linear.features for linear in others)
         self.sizes = sizes if len(part.qkv) > 1 else None
         self.conv = weights[part.conv].squeeze(1), weights.maybe(part.conv_bias)
@@ -352,7 +352,7 @@ class _Mlp:
     def __init__(self, weights: Weights, part: d.Mlp, ranks: Ranks):
         self.ranks = ranks
         gated = part.gate is not None
-        self.up = _Product(weights, part.gate, part.up) if gated else _Product(weights, part.up)
+        self.up = _Projections(weights, part.gate, part.up) if gated else _Projections(weights, part.up)
         self.activation, self.gated, self.norm = part.activation, gated, norm_of(weights, part.norm)
         self.down = weights.rows(part.down)
 

@@ -116,6 +116,15 @@ def windowed(memories: Memories) -> Memories:
     return tuple(memory for memory in memories if memory.window is not None)
 
 
+def numbers_alone(memories: Memories, config: EngineConfig) -> bool:
+    """Of a whole model: whether all layers that keep keys have a window, and nothing beside them drafts: pages take
+    memory where those have their own, not else."""
+    speculation = config.speculation
+    drafts = speculation is not None and speculation.drafts_by_model  # beside one of the stages, if not here
+    kept = [memory for memory in memories if isinstance(memory, Pages)]
+    return not drafts and bool(kept) and all(memory.window is not None for memory in kept)
+
+
 def reach(memories: Memories) -> int | None:
     """Keys before a query that layers with a window may read, which is all that stands in a block of keys with one
     that is seen; None where there are none."""

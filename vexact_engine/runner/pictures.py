@@ -37,9 +37,9 @@ class Gallery:
         parts = [torch.cat([e.rows[r.begin : r.end] for e, r in zip(found, rows)])]
         for i in range(len(found[0].deepstack)):
             parts.append(torch.cat([e.deepstack[i][r.begin : r.end] for e, r in zip(found, rows)]))
-        for image in images.values():
-            for digest in self._recent.use(image):
-                self._encoded.pop(digest, None)
+        gone = {digest for image in images.values() for digest in self._recent.use(image)}
+        for digest in gone - self._recent.known.keys():  # one may have gone for another of this step, and come back
+            del self._encoded[digest]
         return vx.patch.Encoded(parts[0], tuple(parts[1:]), where.to(self._device))
 
     def _encode(self, images: list[Image]) -> None:

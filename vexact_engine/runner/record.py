@@ -33,7 +33,7 @@ _TUNED_CONTEXT = 1024  # keys of the longest sequence in the steps that products
 _PADDING, _PADDING_OF_CHUNKS = 0.02, 0.1  # share of its time that padding a step to the next size may cost
 _FEWER = 2, 4  # steps with chunks of so many times fewer sequences than may run have graphs of their own
 _MOST_GRAPHS = 128  # that room is left for
-_APART = 32  # rows of a step with drafts that attention takes one by one
+_ONE_BY_ONE = 32  # rows of a step with drafts that attention takes one by one
 _HIDDEN = 1.25  # a forward whose kernels take that much longer than the host takes to launch them needs no graph
 
 
@@ -93,7 +93,7 @@ class Graphs:
         """Of decodes with drafts. Of padding no sequence is longer than those are. Few rows go to attention one by one,
         to its kernel for single tokens, which no benchmark has timed yet; a state takes a sequence's together."""
         longest = 1 + self._runner.config.speculation.max_draft_tokens
-        if rows <= _APART and memory.chunk_of(self._runner.memories) is None:
+        if rows <= _ONE_BY_ONE and memory.chunk_of(self._runner.memories) is None:
             return dataclasses.replace(self.decode_body(rows), apart=True)
         sequences = min(rows, self._runner.slots + -(-rows // longest))
         return Body(rows, sequences, rows, longest, longest, self._runner.buffers.max_pages, all_drawn=True)

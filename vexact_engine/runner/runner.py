@@ -70,7 +70,8 @@ class Pending:
 
 
 class _Likeliest:
-    """The likeliest ids of some rows at temperature 1, on their way to the host.
+    """The likeliest ids of some rows at temperature 1, on their way to the host: by their log-probabilities, or, of a
+    head that classifies, with its scores.
 
     counts   for each row of `hidden` how many
     """
@@ -80,7 +81,8 @@ class _Likeliest:
         most = int(counts.max())
         for begin in range(0, len(counts), _LIKELIEST_ROWS):
             logits = head.logits(hidden[begin : begin + _LIKELIEST_ROWS])
-            found = vx.log_softmax(logits).topk(min(most, logits.shape[1]), dim=1)
+            values = logits if getattr(head, "classifies", False) else vx.log_softmax(logits)
+            found = _largest(values, min(most, logits.shape[1]))
             self._found.append([_to_host(part) for part in found])
 
     def read(self) -> list[dict[int, float]]:
@@ -131,6 +133,17 @@ class _Scores:
         tops = iter(self._likeliest.read())
         counts = zip(self._tops.tolist(), self._counts.tolist())
         return values, [[next(tops) for _ in range(count)] if top else None for top, count in counts]
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As topk of fp32 rows, but of equal ones those of the lower ids come first, however many there are of others:
+    which of them topk takes changes with `count`, and that is the most that any row of a step wants."""
+    bits = values.view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    places = torch.arange(values.shape[1], device=values.device)
+    keys = ordered.bitwise_left_shift_(32).sub_(places).topk(count, dim=1).values
+    ids = keys.neg_().bitwise_and_(0xFFFFFFFF)
+    return values.gather(1, ids), ids
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -277,10 +290,7 @@ class Runner:
     @property
     def numbers_alone(self) -> bool:
         """Whether all layers that keep keys have a window: pages take memory where those have their own, not else."""
-        kept = [memory for memory in self.handle.memories() if isinstance(memory, Pages)]
-        speculation = self.config.speculation
-        drafts = speculation is not None and speculation.drafts_by_model  # beside one of the stages, if not here
-        return not drafts and bool(kept) and all(memory.window is not None for memory in kept)
+        return memory.numbers_alone(self.handle.memories(), self.config)
 
     def longest_first(self) -> bool:
         """Whether attention of single tokens wants those of most keys first: on an H200 its kernel has a block on each

@@ -65,6 +65,7 @@ class Worker:
     draft_model    what drafts; None: nothing does
     verified       rows -> seconds of steps that verify drafts, as far as graphs of such have shown
     reach          keys before a query that its layers with a window may read; None: it has none
+    numbers_alone  whether pages take memory where layers with a window have their own, not else
     numerics       what fixes the bits, from now on
     raises         ModelInUse where another engine has the model; what patch.hf raises
     """
@@ -107,6 +108,7 @@ class Worker:
             self._encoder = Encoder()
             self.longest_first, self.verified = self._runner.longest_first(), self._runner.graphs.verified
             self.chunk, self.reach = memory.chunk_of(self._runner.memories), memory.reach(self._runner.memories)
+            self.numbers_alone = self._runner.numbers_alone
             asked = config.async_scheduling
             self.depth = 2 if (self.device.type == "cuda" if asked is None else asked) else 1
         except BaseException:

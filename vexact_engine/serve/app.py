@@ -24,11 +24,12 @@ from ..engine import Engine
 from ..weights.processors import Processors
 from .answers import as_json
 from .attend import Gone, Late, attended
+from .classify import Classifying
 from .errors import APIError, as_api_error
 from .generation import Generation
 from .metrics import Metrics
 from .prompts import Prompts
-from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+from .protocol import ChatRequest, ClassifyRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
 from .settings import Settings, is_loopback
 from .tokens import Tokens
 
@@ -175,6 +176,10 @@ def make_app(engine: "Engine | Replicas", settings: Settings | None = None) -> F
     @app.post("/v1/chat/completions", response_class=Response, openapi_extra=_schema(ChatRequest))
     async def chat(request: Request) -> Response:
         return Generation(service, request, chat=True)
+
+    @app.post("/classify", response_class=Response, openapi_extra=_schema(ClassifyRequest))
+    async def classify(request: Request) -> Response:
+        return Classifying(service, request)
 
     def model(name: str) -> dict:
         return {

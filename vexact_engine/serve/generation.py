@@ -32,6 +32,7 @@ class Generation(Response):
         super().__init__()
         self.service, self.request, self.chat = service, request, chat
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}"
+        self.endpoint = "chat" if chat else "completions"  # as /metrics calls it
         self.request_id = request.scope["state"]["request_id"]
         self.names: list[str] = []  # of its requests in the engine
         self.given_id: str | None = None  # in its body
@@ -106,7 +107,7 @@ class Generation(Response):
         asked = parse(ChatRequest if self.chat else CompletionRequest, raw)
         del raw
         answers, stream, prompts, params = await self._prepare(asked)
-        self.prompt_tokens = sum(map(len, prompts))
+        self.prompt_tokens = sum(len(job.prompt_ids) for job in answers.jobs)
         await (self._stream if stream else self._answer)(answers, prompts, params, send)
 
     def _may_expire(self) -> bool:
@@ -125,7 +126,7 @@ class Generation(Response):
         self._left = True
         metrics = self.service.metrics
         self.service.leave(self)
-        metrics.requests.labels("chat" if self.chat else "completions", self.outcome).inc()
+        metrics.requests.labels(self.endpoint, self.outcome).inc()
         metrics.note(self.prompt_tokens if self.completions else 0, self.completions)
         generated = sum(len(done.token_ids) for done in self.completions)
         text = "%s %s: %s, %d prompt tokens, %d generated, %.3f s"

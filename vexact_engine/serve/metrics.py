@@ -65,11 +65,17 @@ class _OfEngine:
         engine = self._engine
         load, stats = engine.load(), engine.stats
         used = load.pages_used / max(1, load.pages)  # no pages: the last replica has died
+        windows_used = load.window_pages_used / max(1, load.window_pages)
         gauges = {
             "vexact_sequences_running": ("Sequences that are computed", load.running),
             "vexact_sequences_waiting": ("Sequences that wait to be let in", load.waiting),
             "vexact_kv_cache_pages": ("Pages of the KV cache", load.pages),
             "vexact_kv_cache_used_ratio": ("Share of them that running sequences hold", used),
+            "vexact_kv_cache_window_pages": (
+                "Those of layers with a window, where others have none",
+                load.window_pages,
+            ),
+            "vexact_kv_cache_window_used_ratio": ("Share of them that running sequences hold", windows_used),
             "vexact_engine_paused": ("1 between pause and resume", float(load.paused)),
             "vexact_weight_version": ("Updates of the weights so far", engine.weight_version),
         }

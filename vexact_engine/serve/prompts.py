@@ -17,7 +17,7 @@ from . import remote
 from .answers import Job
 from .errors import APIError
 from .lanes import Lane
-from .protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from .protocol import ChatRequest, ClassifyRequest, CompletionRequest, TokenizeRequest
 from .tokens import Chat, Tokens
 
 
@@ -72,26 +72,34 @@ class Prompts:
             self._others = await self._short.do(0, self.tokens.another)
         return await self._long.do(size, function, self._others, *given)
 
+    async def of_input(self, asked: ClassifyRequest) -> list[Job]:
+        jobs = await self._texts(asked.input, "input", asked.add_special_tokens is not False, 1)
+        return [job for job, _ in jobs]
+
     async def of_text(self, asked: CompletionRequest) -> list[Job]:
-        prompt = asked.prompt
+        n = 1 if asked.n is None else asked.n
+        found = await self._texts(asked.prompt, "prompt", asked.add_special_tokens is not False, n)
+        for job, one in found:
+            if asked.echo:
+                job.echo = one if isinstance(one, str) else await self.do(len(one), Tokens.decode, one)
+        return [job for job, _ in found]
+
+    async def _texts(self, prompt: Any, param: str, special: bool, n: int) -> list[tuple[Job, str | list[int]]]:
+        """With each what it was asked as."""
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not isinstance(prompt, list) or not prompt:
-            raise APIError(400, "prompt: expected a text, a list of token ids, or several of either", param="prompt")
-        self.check_samples(len(prompt), 1 if asked.n is None else asked.n)
-        special = asked.add_special_tokens is not False
+            raise APIError(400, f"{param}: expected a text, a list of token ids, or several of either", param=param)
+        self.check_samples(len(prompt), n, param)
         jobs = []
         for one in prompt:
             if isinstance(one, str):
                 ids = await self.do(len(one), Tokens.encode, one, special, self.most)
-                job = Job(ids, one if asked.echo else None)
             elif isinstance(one, list):
-                job = Job(self.check_ids(one, "prompt"))
+                ids = self.check_ids(one, param)
             else:
-                raise APIError(400, "prompt: expected texts or lists of token ids in the list", param="prompt")
-            jobs.append(self._checked(job, "prompt"))
-            if asked.echo and job.echo is None:
-                job.echo = await self.do(len(one), Tokens.decode, one)
+                raise APIError(400, f"{param}: expected texts or lists of token ids in the list", param=param)
+            jobs.append((self._checked(Job(ids), param), one))
         return jobs
 
     async def of_chat(self, asked: ChatRequest) -> Job:
@@ -177,9 +185,9 @@ class Prompts:
             raise APIError(400, f"messages: {error}", param="messages", code="invalid_value") from None
         return made.prompt_ids, made
 
-    def check_samples(self, prompts: int, n: int) -> None:
+    def check_samples(self, prompts: int, n: int, param: str = "prompt") -> None:
         if prompts > self.most_samples:
-            raise APIError(400, f"prompt: got {prompts}, expected at most {self.most_samples}", param="prompt")
+            raise APIError(400, f"{param}: got {prompts}, expected at most {self.most_samples}", param=param)
         if n * prompts > self.most_samples:
             got = f"got {prompts} prompts of n={n}, expected at most {self.most_samples} samples"
             raise APIError(400, f"n: {got} in one request", param="n")

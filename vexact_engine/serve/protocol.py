@@ -134,6 +134,16 @@ class CompletionRequest(_Sampled):
     echo: bool | None = None
 
 
+class ClassifyRequest(_Strict):
+    """POST /classify. `input`: a text, token ids, or several of either. use_activation false: scores as they are."""
+
+    input: Any
+    model: str | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    request_id: str | None = None
+
+
 class _Templated(_Strict):
     """What the model's chat template takes beside the messages."""
 

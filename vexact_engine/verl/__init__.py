@@ -27,7 +27,7 @@ from ..extras import pip_line
 
 SERVED = {"verl": "0.9.1", "veomni": "0.1.12"}
 _WHERE = "model.fused_kernel_options.vexact"
-_OPTIONS = ("kv_segment", "latent_attention", "longrope", "check_every", "check_share")
+_OPTIONS = ("kv_segment", "latent_attention", "longrope", "check_every", "check_share", "whole_gradients")
 TRANSFORMERS = (5, 5), (5, 23)  # from here on; where VeOmni is, below that
 
 
@@ -88,6 +88,17 @@ def check_options(model_config: Any) -> tuple[int, float]:
     if type(share) not in (int, float) or not 0 < share <= 1:
         raise ValueError(f"{_WHERE}.check_share: got {share!r}, expected a number above 0, up to 1")
     return every, float(share)
+
+
+def wants_whole_gradients(model_config: Any) -> bool:
+    """whole_gradients, which stands beside those: under Ulysses the trained weights are those of no Ulysses.
+
+    raises  TypeError
+    """
+    wanted = _asked(model_config, {"whole_gradients": False})["whole_gradients"]
+    if type(wanted) is not bool:
+        raise TypeError(f"{_WHERE}.whole_gradients: got {type(wanted).__name__}, expected a bool")
+    return wanted
 
 
 def _asked(model_config: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,11 @@ replaced. verl then builds, shards, steps, offloads, saves and hands over as eve
 patched before it is sharded (vexact_ops.patch), and what it is asked for: the log-probabilities of the tokens that are
 there, and their entropies, with gradients, formed in the output layer's own call. T x V logits are never held, so
 use_fused_kernels, entropy_checkpointing, entropy_from_logits_with_chunking and use_torch_compile change nothing.
-actor.freeze_vision_tower, which verl's own engines do not read, keeps the image encoder as it is.
+actor.freeze_vision_tower, which verl's own engines do not read, keeps the image encoder as it is. Under Ulysses trained
+weights are those of no Ulysses with +actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients=True.
 
 Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisation-aware training, router replay,
-offload of activations, distillation from top-k, calculate_sum_pi_squared.
+offload of activations, distillation from top-k, calculate_sum_pi_squared, whole_gradients under VeOmni.
 """
 
 import copy
@@ -28,7 +29,7 @@ from torch import Tensor
 import vexact_ops as vx
 from vexact_ops.patch.facts import compute_dtypes
 
-from . import check_options, check_versions, declared_options
+from . import check_options, check_versions, declared_options, wants_whole_gradients
 
 check_versions()
 
@@ -58,6 +59,7 @@ class AlignedEngine:
     def __init__(self, model_config, engine_config, *args, **kwargs):
         refuse(model_config, engine_config)
         self.check = Check(*check_options(model_config))
+        self.whole_gradients = wants_whole_gradients(model_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
         self._frozen: list[torch.nn.Parameter] = []
 
@@ -88,6 +90,7 @@ class AlignedEngine:
         inputs, kept = super().prepare_model_inputs(micro_batch)
         for name in (*_FUSED, *_OF_IMAGES):
             inputs.pop(name, None)
+        _count_time(inputs, kept, micro_batch)
         target, rows = kept["input_ids_rmpad_rolled"], None
         temperature = micro_batch["temperature"]
         if tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
@@ -99,7 +102,8 @@ class AlignedEngine:
             if isinstance(temperature, Tensor):
                 temperature = kept["temperature"].repeat_interleave(mask.sum(1))
         entropy = bool(tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False))
-        inputs["vexact_score"] = vx.patch.Score(target, rows, temperature, entropy)
+        tokens = micro_batch["input_ids"].values().shape[0] if rows is None else None  # what follows is filling
+        inputs["vexact_score"] = vx.patch.Score(target, rows, temperature, entropy, tokens)
         return inputs, kept
 
     def get_per_tensor_param(self, *args, **kwargs):
@@ -123,6 +127,32 @@ class AlignedEngine:
         }
 
 
+def clip_by_rows(parameters, max_norm: float, **options) -> Tensor:
+    """In the place of clip_grad_norm_, with whole gradients: the norm is that of any number of ranks."""
+    kept = list(parameters)
+    grads = [p.grad for p in kept]
+    norm = vx.patch.norm_by_rows(kept, grads)
+    scale = vx.patch.clip(norm, max_norm)
+    for grad in grads:
+        if grad is not None:
+            (grad.to_local() if hasattr(grad, "to_local") else grad).mul_(scale)
+    return norm
+
+
+def _count_time(inputs: dict, kept: dict, micro_batch) -> None:
+    """Where videos have their pace, positions follow from it, as a rollout counts them: verl's do not. In a list: FSDP2
+    rounds tensors on their way into a module."""
+    if (seconds := inputs.get("second_per_grid_ts")) is None:
+        return
+    inputs["second_per_grid_ts"] = seconds.tolist()
+    inputs["position_ids"] = None
+    if inputs["attention_mask"] is None and "cu_seq_lens_q" not in inputs:
+        ends = micro_batch["input_ids"].offsets()
+        if pad := kept.get("pad_size", 0):
+            ends = torch.cat((ends, ends[-1:] + pad))
+        inputs["cu_seq_lens_q"] = ends.to(inputs["input_ids"].device, torch.int32)
+
+
 class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
     """verl's FSDP2 engine; `aligned` is the handle of its patch."""
 
@@ -138,22 +168,33 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
 
     def _build_fsdp_module(self, module):
         options = _patch_options(self.model_config)
-        self.aligned = vx.patch.hf(module, **options, sequence_parallel=self.ulysses_parallel_group)
+        options["sequence_parallel"] = self.ulysses_parallel_group
+        self.aligned = vx.patch.hf(module, **options, whole_gradients=self.whole_gradients)
         if self.rank == 0:
             _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
         return super()._build_fsdp_module(module)
 
+    def optimizer_step(self):
+        if not self.whole_gradients:
+            return super().optimizer_step()
+        with _replaced(transformer_impl, "fsdp2_clip_grad_norm_", clip_by_rows):
+            return super().optimizer_step()
+
 
 @contextmanager
-def _without_patches() -> Iterator[None]:
-    """verl's patches give a model's classes other forwards, for everyone in the process; ours takes their place. Those
-    of models of images are of older classes than transformers 5.22 has, or cannot be imported."""
-    name, found = "apply_monkey_patch", transformer_impl.apply_monkey_patch
-    setattr(transformer_impl, name, lambda *args, **kwargs: None)
+def _replaced(owner, name: str, other) -> Iterator[None]:
+    found = getattr(owner, name)
+    setattr(owner, name, other)
     try:
         yield
     finally:
-        setattr(transformer_impl, name, found)
+        setattr(owner, name, found)
+
+
+def _without_patches():
+    """verl's patches give a model's classes other forwards, for everyone in the process; ours takes their place. Those
+    of models of images are of older classes than transformers 5.22 has, or cannot be imported."""
+    return _replaced(transformer_impl, "apply_monkey_patch", lambda *args, **kwargs: None)
 
 
 def _veomni_engine() -> type[BaseEngine]:
@@ -223,6 +264,11 @@ def refuse(model_config, engine_config) -> None:
                 f"{name}: got True, expected False: it replaces forwards of the model and was not seen to keep the "
                 "bits; parameters and the optimizer may be offloaded"
             )
+    if wants_whole_gradients(model_config) and engine_config.strategy != "fsdp2":
+        raise NotImplementedError(
+            f"whole_gradients: got True with strategy={engine_config.strategy}, expected fsdp2: VeOmni's norms of "
+            "gradients, and its experts on several ranks, were not seen to be those of one rank"
+        )
     qat = getattr(engine_config, "qat", None)
     if qat is not None and qat.enable:
         raise NotImplementedError("qat.enable: got True, expected False: quantised weights are not aligned")

@@ -3,7 +3,8 @@
     +actor_rollout_ref.rollout.agent.agent_loop_manager_class=vexact_engine.verl.agents.Manager
 
 verl 0.9.1 waits without a limit for the samples of an agent-loop worker that has died. Under this manager the run ends
-with an error that says so.
+with an error that says so. Nor does it begin where the data has images or videos that verl could not open: verl drops
+prompts that fail, and goes on.
 """
 
 import ctypes
@@ -17,6 +18,8 @@ import ray
 from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
+from .data import check_data
+
 log = logging.getLogger(__name__)
 
 _EVERY = 5.0  # seconds between two looks
@@ -29,6 +32,10 @@ class AgentLoopWorkerDied(RuntimeError):
 
 class Manager(AgentLoopManagerTQ):
     """verl's own, for a trainer that makes it on the thread that it runs on."""
+
+    def __init__(self, config, *args, **kwargs):
+        check_data(config)
+        super().__init__(config, *args, **kwargs)
 
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from . import check_versions
 
 check_versions()
+import numpy as np
 import ray
 from cachetools import LRUCache
 from verl.utils import normalize_token_ids
@@ -30,7 +31,7 @@ from ..handover.receiver import WeightReceiver
 from ..request import Completion
 from ..serve.server import Server as HTTP
 from ..serve.settings import Settings
-from ..weights.processors import load_processors
+from ..weights.processors import load_processors, why_no_processor
 from ..weights.random import unfilled
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,19 @@ _OF_TEXT = {"detokenize", "skip_special_tokens", "spaces_between_special_tokens"
 
 def _digest(*what: object) -> bytes:
     return hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
+
+
+def _content(given: Any) -> bytes | str:
+    """What one image or video has and others have not: of PIL's images the pixels, of videos their frames and what is
+    said of them; what else may stand for one is named by itself."""
+    about: tuple = ()
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+        given, said = np.asarray(given[0]), given[1]
+        about = given.dtype.str, given.shape, {k: v.tolist() if hasattr(v, "tolist") else v for k, v in said.items()}
+    if not hasattr(given, "tobytes"):
+        return repr(given)
+    kind = getattr(given, "mode", None), getattr(given, "size", None), *about
+    return hashlib.blake2b(given.tobytes(), key=_digest(kind), digest_size=16).digest()
 
 
 def server_name(replica_rank: int, kind: str = "", suffix: str = "", node: int = 0) -> str:
@@ -93,6 +107,19 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
     asked = {name: getattr(config, name) for name in known if hasattr(config, name)}
     asked |= {"enable_prefix_cache": config.enable_prefix_caching, "show_progress": False}
     return EngineConfig(**sizes, **asked | given), handover
+
+
+def _take_processors(engine: Engine, given: HFModelConfig) -> None:
+    """Images and videos become what they become for the trainer: verl's own processor makes them, where it has one."""
+    made = given.processor
+    if made is not None:
+        engine.image_processor = getattr(made, "image_processor", None)
+        engine.video_processor = getattr(made, "video_processor", None)
+        return
+    why = why_no_processor(given.local_tokenizer_path, given.trust_remote_code) or "its log has the reason"
+    log.warning("vexact: verl has no processor of this model, and takes its prompts for text alone: %s", why)
+    if engine.image_processor is None:
+        engine.image_processor, engine.video_processor = load_processors(Path(given.local_path), given.local_path)
 
 
 class Server:
@@ -150,8 +177,8 @@ class Server:
         options = {"device": device, "dtype": dtype, "config": self.options, "tokenizer": given.tokenizer}
         options["nodes"] = self.nodes
         engine = Engine.from_pretrained(given.local_path if model is None else model, **options)
-        if engine.images is not None and engine.image_processor is None:
-            engine.image_processor, engine.video_processor = load_processors(Path(given.local_path), given.local_path)
+        if engine.images is not None:
+            _take_processors(engine, given)
         if model is not None:  # nothing is computed with what stands there
             engine.sleep(level=2, tags=["weights"])
             engine.wake_up(["weights"])
@@ -176,9 +203,10 @@ class Server:
         """One sample of one prompt.
 
         image_data       PIL images, as many as prompt_ids have places for; each place has one image token, or all
+        video_data       likewise videos: frames, and transformers' metadata of them
         sampling_params  vLLM's names. Without a seed each call has its own; with full_determinism it follows from
-                         rollout.seed, request_id, prompt_ids, how many calls of these came before in this step, and
-                         global_steps, or that not, where the option `seeds` is "prompt":
+                         rollout.seed, request_id, prompt_ids, images and videos, how many calls of these came before
+                         in this step, and global_steps, or that not, where the option `seeds` is "prompt":
                          verl's loop gives all its requests one id then, and calls n times for n answers. So a prompt
                          has the same n answers in every run, in the order in which the calls come; what goes on with
                          an aborted call is drawn as if nothing had been. prompt_logprobs is what verl's teacher asks
@@ -187,15 +215,16 @@ class Server:
                          the trainer recomputes. A call that is aborted returns what it has
         raises           ValueError, TypeError: what is wrong with this call
         """
-        for name, data in (("video", video_data), ("audio", audio_data)):
-            if data is not None and len(data):
-                raise ValueError(f"vexact: {name}_data: got some, expected none: prompts are tokens and images")
+        if audio_data is not None and len(audio_data):
+            raise ValueError("vexact: audio_data: got some, expected none: prompts are tokens, images and videos")
         if mm_processor_kwargs:
             got = ", ".join(sorted(map(str, mm_processor_kwargs)))
             raise ValueError(f"vexact: mm_processor_kwargs: got {got}, expected none: as the model's processor says")
         ids, asked = normalize_token_ids(prompt_ids), dict(sampling_params)
-        pictures = image_data is not None and len(image_data) > 0
-        prompt = {"prompt_token_ids": ids, "images": list(image_data)} if pictures else ids
+        given = (("images", image_data), ("videos", video_data))
+        media = {name: list(data) for name, data in given if data is not None and len(data)}
+        prompt = {"prompt_token_ids": ids, **media} if media else ids
+        shown = ()
         wants_logprobs, teaches = bool(asked.pop("logprobs", False)), asked.pop("prompt_logprobs", None)
         params = self._params(asked, len(ids), request_id)
         if teaches is not None:
@@ -205,12 +234,13 @@ class Server:
         if self._shut:
             return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields=self._stamp([]))
         if self.config.full_determinism and params.seed is None:
-            params = replace(params, seed=self._seed(ids, request_id))
+            shown = tuple(_content(one) for each in media.values() for one in each)
+            params = replace(params, seed=self._seed(ids, request_id, *shown))
         (done,) = await self._run([prompt], params, request_id)
         extra = self._stamp(done.weight_versions) | {"num_cached_tokens": done.metrics.cached_tokens}
         aborted = done.finish_reason == "abort"
         if aborted and self.config.full_determinism:
-            self._broken_off.setdefault(_digest(request_id, ids + done.token_ids), []).append(params.seed)
+            self._broken_off.setdefault(_digest(request_id, ids + done.token_ids, *shown), []).append(params.seed)
         if teaches is not None and not aborted:
             _, *tops = done.prompt_top_logprobs or [{token: value} for token, value in zip(ids, done.prompt_logprobs)]
             extra["prompt_ids"] = [*(list(top) for top in tops), [0] * max(teaches, 1)]
@@ -258,16 +288,16 @@ class Server:
         given |= asked
         return SamplingParams(**given | {"top_k": 0 if given["top_k"] == -1 else given["top_k"]})
 
-    def _seed(self, ids: list[int], request_id: str) -> int:
+    def _seed(self, ids: list[int], request_id: str, *images: bytes | str) -> int:
         """Of a call of full_determinism's: that of the call that it goes on with, where one was aborted."""
-        if waiting := self._broken_off.get(_digest(request_id, ids)):
+        if waiting := self._broken_off.get(_digest(request_id, ids, *images)):
             return waiting.pop()
         version = self.engine.weight_version
         step = self._steps.get(version, f"of weights {version}")
         if step != self._step:
             self._step = step
             self._calls_of.clear()
-        what = _digest(request_id, ids)
+        what = _digest(request_id, ids, *images)
         place = self._calls_of.get(what, 0)
         self._calls_of[what] = place + 1
         step = step if self.handover["seeds"] == "step" else "of any step"

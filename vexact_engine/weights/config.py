@@ -25,6 +25,12 @@ def read_config(name: str, label: str | None = None, **options):
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
         except Exception as error:
             raise explain(label, error) from error
+    named = (getattr(config, "architectures", None) or [""])[0]
+    if named.endswith("ForTokenClassification"):
+        raise ValueError(
+            f"weights: {label}: architectures: got {named}, expected a causal language model, or one that scores "
+            "sequences (...ForSequenceClassification): scores of each token are not served"
+        )
     if auto_class(config) is None:
         kind = getattr(config, "model_type", type(config).__name__)
         raise ValueError(f"weights: {label}: model type {kind!r} is no causal language model of transformers")
@@ -32,12 +38,17 @@ def read_config(name: str, label: str | None = None, **options):
 
 
 def auto_class(config, images: bool = True):
-    """Which of transformers' classes makes its model: of images where that is covered, or of text alone; None: neither.
+    """Which of transformers' classes makes its model: of images where that is covered, or of text alone, or what scores
+    sequences, where its file names a class of those; None: none.
 
     images  False: of text where there is such a class (Qwen3.5's)
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+    named = (getattr(config, "architectures", None) or [""])[0]
+    if named.endswith("ForSequenceClassification"):
+        scores = type(config) in AutoModelForSequenceClassification._model_mapping
+        return AutoModelForSequenceClassification if scores else None
     text = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else None
     if getattr(config, "model_type", None) in WITH_IMAGES and (images or text is None):
         return AutoModelForImageTextToText

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vexact_ops.patch import WITH_IMAGES, kept_in_fp32
+from vexact_ops.patch import WITH_IMAGES, kept_in_fp32, score_head
 
 from .config import auto_class, explain, quiet, read_config
 from .conversion import fit
@@ -142,6 +142,10 @@ def load_in_stages(
             model = skeleton(origin)
         except Exception as error:
             raise error if str(error).startswith("weights: ") else explain(str(path), error) from error
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"weights: {asked}: got {type(model).__name__}, which scores sequences, expected one process for it"
+        )
     processors = load_processors(path, name) if model.config.model_type in WITH_IMAGES else NONE
     made = without_weights(model, found, origin, device)
     return replace(made, name=name, processors=processors)
@@ -178,7 +182,7 @@ def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dty
         raise TypeError(f"weights: source: got a {name}, expected the model itself: {what}")
     if getattr(model, "config", None) is None or not hasattr(model, "get_output_embeddings"):
         raise TypeError(f"weights: source: got a {name}, expected a path or a Hugging Face causal language model")
-    if model.get_output_embeddings() is None:
+    if model.get_output_embeddings() is None and score_head(model) is None:
         raise TypeError(f"weights: source: got a {name}, which has no output layer, expected a causal language model")
     if sharded := [n for n, p in model.named_parameters() if hasattr(p, "full_tensor")]:
         raise TypeError(

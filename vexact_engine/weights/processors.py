@@ -35,6 +35,27 @@ def load_processors(path: Path, name: str) -> Processors:
     return Processors(*made)
 
 
+_MENDS = (
+    "Processors of images and videos want Pillow, and torchvision of torch's own release and build: `pip install "
+    "torchvision`, beside a torch for CPUs `pip install torchvision --index-url https://download.pytorch.org/whl/cpu`"
+)
+
+
+def why_no_processor(path: str, trust_remote_code: bool = False) -> str | None:
+    """Of a directory of a model of images: what keeps transformers from making its whole processor, and what mends it;
+    None where nothing does."""
+    from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+    with quiet():
+        try:
+            made = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            return f"{path}: {' '.join(str(error).split())[:300]}. {_MENDS}"
+    if isinstance(made, PreTrainedTokenizerBase):
+        return f"{path}: there is a tokenizer and no processor (preprocessor_config.json, processor_config.json)"
+    return None
+
+
 def _names_videos(path: Path) -> bool:
     if (path / "video_preprocessor_config.json").is_file():
         return True

@@ -23,7 +23,7 @@ from .registry import OPERATORS
 
 
 @dataclass(frozen=True)
-class Call:
+class ExplainedCall:
     """One call of an operator: what was given to it, and the decision on each of its parts."""
 
     operator: str
@@ -66,7 +66,7 @@ def explain(op: Callable[..., object], *args: object, **kwargs: object) -> Expla
 
     op       a function of vexact_ops, such as vx.linear
     args     as for the call itself. Where one requires a gradient, the backward pass is explained too
-    returns  a list of Call, to be printed or asked
+    returns  a list of ExplainedCall, to be printed or asked
     effects  none but those of the first such call: candidates that are not known are verified (not inside a CUDA
              graph). Nothing of the call itself is computed, and nothing is written into its arguments
     raises   what the call raises for arguments that it does not take
@@ -104,12 +104,12 @@ class _Recording(TorchDispatchMode):
         return OPERATORS[name].fake(*args)
 
 
-def described(name: str, args: tuple) -> Call:
+def described(name: str, args: tuple) -> ExplainedCall:
     """A call by what the operator was given."""
     operator = OPERATORS[name]
     tensors = tuple(_shown(t) for t in admit.tensors_of(list(args)))
     if not operator.has_backend:
-        return Call(name, "torch", tensors, ())
+        return ExplainedCall(name, "torch", tensors, ())
     *given, backend = args
     room = operator.room
     module = importlib.import_module(f"vexact_ops.{room}.{backend}")
@@ -118,7 +118,7 @@ def described(name: str, args: tuple) -> Call:
     parts = hook(name, **dict(zip(names, given))) if hook else []
     if not parts:
         parts = [("kernel", canonical_by_rule(f"{room}/{backend}.py", "it is the backend's one kernel"))]
-    return Call(name, backend, tensors, tuple(parts))
+    return ExplainedCall(name, backend, tensors, tuple(parts))
 
 
 def _shown(t: Tensor) -> str:
@@ -153,7 +153,7 @@ def logged(name: str, impl: Callable) -> Callable:
     return run
 
 
-def _line(call: Call, args: tuple) -> str:
+def _line(call: ExplainedCall, args: tuple) -> str:
     line = f"vexact {call.operator} {call.backend} [{call.kernels}] {' '.join(call.tensors)}"
     if LEVEL > 1:
         tensors = list(admit.tensors_of(list(args)))

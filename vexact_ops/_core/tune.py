@@ -28,7 +28,7 @@ METHOD = "in turns"  # choices that were kept by another one are not read
 Replay = Callable[[], float]
 
 
-class Call(Protocol):
+class NotedCall(Protocol):
     """A call of an op, as its room notes it.
 
     key, device   of its class: what the room chooses one kernel for
@@ -52,15 +52,15 @@ class Call(Protocol):
         """Forget `use`: the kernel that the race chose serves again."""
 
 
-noted: dict[tuple, Call] | None = None  # the calls that are made, while somebody wants to know
+noted: dict[tuple, NotedCall] | None = None  # the calls that are made, while somebody wants to know
 
 
-def note(call: Call) -> None:
+def note(call: NotedCall) -> None:
     noted.setdefault((call.key, call.device, call.layout), call)
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[dict[tuple, Call]]:
+def noting() -> Iterator[dict[tuple, NotedCall]]:
     global noted
     before, noted = noted, {}
     try:

@@ -326,7 +326,7 @@ def explain(
 # ---- the layer
 
 
-def _apart(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor | None:
+def _side_by_side(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor | None:
     """The rows of x side by side in the plan's order (behind the last expert's: anything), where the products' fastest
     kernels want them so: None where they read few rows through the order, and for what the Triton kernels serve."""
     slots = position.shape[0]
@@ -338,7 +338,7 @@ def _apart(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> Tenso
 
 def read(x: Tensor, offsets: Tensor, order: Tensor, position: Tensor) -> tuple[Tensor, Tensor | None, int]:
     """What a product takes to read the rows of x in the plan's order."""
-    rows = _apart(x, offsets, order, position) if len(x) else None
+    rows = _side_by_side(x, offsets, order, position) if len(x) else None
     return (x, order, order.shape[0] // x.shape[0] if len(x) else 1) if rows is None else (rows, None, 1)
 
 
@@ -355,7 +355,7 @@ def fused_moe_fwd(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool, between=None
 ):
     offsets, order, position = plan(ids, gate_up.shape[0])
-    rows = _apart(x, offsets, order, position)
+    rows = _side_by_side(x, offsets, order, position)
     through = (order, ids.shape[1]) if rows is None else (None, 1)
     h, a = grouped_gate_up(x if rows is None else rows, gate_up, offsets, *through, gelu, keep)
     del rows
@@ -370,7 +370,7 @@ def fused_moe_bwd(
     position: Tensor, gelu: bool, need_dx: bool, need_dgate_up: bool, need_ddown: bool,
 ):  # fmt: skip
     ordered = order, weights.shape[1]
-    rows = _apart(dy, offsets, order, position)  # two products read them
+    rows = _side_by_side(dy, offsets, order, position)  # two products read them
     of_dy = (dy, ordered, "dy") if rows is None else (rows, (None, 1), "")
     del rows
     da = grouped_linear_dx(of_dy[0], down, offsets, *of_dy[1])
@@ -383,7 +383,7 @@ def fused_moe_bwd(
     dx = _combine(grouped_linear_dx(dh, gate_up, offsets), position, None, x.shape[0]) if need_dx else None
     dgate_up = None
     if need_dgate_up:
-        rows = _apart(x, offsets, order, position)
+        rows = _side_by_side(x, offsets, order, position)
         of_x = (x, ordered, "x") if rows is None else (rows, (None, 1), "")
         dgate_up = grouped_linear_dweight(dh, of_x[0], offsets, *of_x[1], gathered=of_x[2])
     return dx, dgate_up, ddown, dweights

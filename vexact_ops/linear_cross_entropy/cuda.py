@@ -172,7 +172,7 @@ def _logprobs_bwd(
     live=None,
 ):
     vocabulary = weight.shape[0]
-    products = _Products(hidden, weight, need_dhidden, need_dweight, None, hidden.dtype, live)
+    products = _HeadGradients(hidden, weight, need_dhidden, need_dweight, None, hidden.dtype, live)
     room = _room(hidden, _affordable(hidden, weight))
     for low in range(0, vocabulary, room.shape[0] * CHUNK):
         count = min(room.shape[0] * CHUNK, vocabulary - low)
@@ -183,7 +183,7 @@ def _logprobs_bwd(
     return products.dhidden, products.dweight
 
 
-class _Products:
+class _HeadGradients:
     """The two products with gradients of logits, which come in chunks, the vocabulary ascending; at the end both are
     multiplied with `scale`, where there is one, and rounded, dhidden to `dtype`. Of dhidden the live rows alone."""
 
@@ -240,7 +240,7 @@ def _loss_with_gradients(hidden, weight, target, scale, need_dhidden, need_dweig
     new = functools.partial(torch.empty, dtype=torch.float32, device=hidden.device)
     parts, target_logit = new(tokens, 2, -(-vocabulary // LSE_BLOCK)), new(tokens)
     logprob, lse = new(tokens), new(tokens, 2)
-    products = _Products(hidden, weight, need_dhidden, need_dweight and not keep, scale, torch.float32, live)
+    products = _HeadGradients(hidden, weight, need_dhidden, need_dweight and not keep, scale, torch.float32, live)
     inside, apart, beside = 0, 0, _affordable(hidden, weight)
     if products.dweight is not None:
         inside, apart, beside = _layout(tokens, width, vocabulary, CHUNK, beside)

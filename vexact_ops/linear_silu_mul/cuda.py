@@ -25,14 +25,14 @@ from ..rmsnorm.triton import rmsnorm_fwd
 from ..silu_mul.triton import silu_mul_fwd
 from . import triton
 
-APART = "linear, silu_mul"  # the canonical way
+UNFUSED = "linear, silu_mul"  # the canonical way
 MOST = 1024  # rows
 WIDE = [(tokens, width) for tokens in (64, 128, 192, 256) for width in (128, 192)]
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
     chosen = route(Call.of(x, weight, bias)).chosen
-    return _apart(x, weight, bias, gelu) if chosen.name == APART else chosen.run(x, weight, gelu)
+    return _unfused(x, weight, bias, gelu) if chosen.name == UNFUSED else chosen.run(x, weight, gelu)
 
 
 class Call(NamedTuple):
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 def route(call: Call) -> Decision:
     """Which kernel computes a call: dispatch takes it, `explain` shows it, `admit` asks for it ahead of time."""
     rule = _rule(call)
-    return canonical_by_rule(APART, rule) if rule else _decision(*call[:4], class_of(call.rows))
+    return canonical_by_rule(UNFUSED, rule) if rule else _decision(*call[:4], class_of(call.rows))
 
 
 class Wide(NamedTuple):
@@ -78,7 +78,7 @@ def _run(tile: Skinny | Wide, x: Tensor, weight: Tensor, gelu: bool) -> Tensor:
     return out
 
 
-def _apart(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+def _unfused(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
     h = linear.linear_fwd(x, weight, bias, x.dtype)
     y = h.new_empty(h.shape[0], h.shape[1] // 2)
     silu_mul_fwd(*h.chunk(2, 1), gelu, y)
@@ -118,7 +118,7 @@ def _decision(device: torch.device, dtype: torch.dtype, n: int, k: int, top: int
     native_sources = " ".join(f"{digest.of_extension(room, 'cuda')}" for room in ("linear_silu_mul", "linear"))
     source = digest.of_files(__file__, tiles.__file__, native=native_sources)
     processors = gpu.multiprocessors(device)
-    canonical = Candidate(APART, _canonical, digest.canonical("linear_silu_mul"))
+    canonical = Candidate(UNFUSED, _canonical, digest.canonical("linear_silu_mul"))
     return Proposal(
         f"linear_silu_mul {str(dtype).removeprefix('torch.')} R<={top} N={n} K={k}",
         [*(candidate(tile, source) for tile in kernels(top, n, k, processors)), canonical],
@@ -216,7 +216,7 @@ def _race(candidates: list[Candidate], case: tuple) -> list[float | Exception]:
         if rest:
             rest()
         read = rmsnorm_fwd(x, ones, residual, 1e-6, False)[0]
-        h = _apart(read, weight, None, False) if one.name == APART else one.run(read, weight, False)
+        h = _unfused(read, weight, None, False) if one.name == UNFUSED else one.run(read, weight, False)
         linear.linear_fwd(h, down, None, x.dtype)
 
     calls = [[functools.partial(call, one, *of) for of in sets] for one in candidates]
@@ -242,7 +242,7 @@ def explain(op: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, **_) -> 
     x, weight = (t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (x, weight))
     decision = route(Call.of(x, weight, bias))
     found = [("gated product", decision)]
-    if decision.chosen.name == APART:
+    if decision.chosen.name == UNFUSED:
         found += linear.explain("linear", x=x, weight=weight, bias=bias, out_dtype=x.dtype)
     return found
 

@@ -94,7 +94,7 @@ class _AbstractMode(Observed):
             _KNOWN[func] = func.namespace in ("aten", "prims", "vexact") and torch.Tag.inplace_view not in func.tags
         if not _KNOWN[func]:
             raise NotImplementedError(f"{func}: not on abstract tensors")
-        call = _Call()
+        call = _Unwrapped()
         given = [call.inner(arg) for arg in args]
         named = {name: call.inner(arg) for name, arg in kwargs.items()} if kwargs else {}
         if func.namespace == "vexact":
@@ -106,7 +106,7 @@ class _AbstractMode(Observed):
         return call.outer(func(*given, **named))
 
 
-class _Call:
+class _Unwrapped:
     """The tensors of one call, inside out and back."""
 
     def __init__(self):

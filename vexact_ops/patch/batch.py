@@ -90,10 +90,12 @@ class Score:
     rows            (R,) int64, rows of the flattened (B * S) batch; None: all of them, R is B * S
     temperature     above 0: a number, or (R,) fp32
     return_entropy  also the entropy of each row's distribution
+    tokens          with whole_gradients: of the row that ranks share, how many tokens at its beginning are no filling,
+                    and count in gradients of weights; None: all of them
     """
 
     # No dataclass: FSDP2 looks into those, and would round temperatures to the dtype that it casts inputs to.
-    __slots__ = "return_entropy", "rows", "target", "temperature"
+    __slots__ = "return_entropy", "rows", "target", "temperature", "tokens"
 
     def __init__(
         self,
@@ -101,9 +103,10 @@ class Score:
         rows: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         return_entropy: bool = False,
+        tokens: int | None = None,
     ) -> None:
         self.target, self.rows = target, rows
-        self.temperature, self.return_entropy = temperature, return_entropy
+        self.temperature, self.return_entropy, self.tokens = temperature, return_entropy, tokens
 
 
 class Asked(NamedTuple):
@@ -214,6 +217,13 @@ def check_cu(name: str, cu_seqlens: Tensor, tokens: int, look: bool = True) -> N
     if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
         got = ends if len(ends) <= 8 else f"[{', '.join(map(str, ends[:4]))}, ..., {ends[-1]}]"
         raise ValueError(f"{name}: got {got}, expected an ascent from 0 to the {tokens} tokens of the row")
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """On the device: a GPU is not waited for."""
+    if device.type != "cuda":
+        return x.to(device)
+    return (x.pin_memory() if x.device.type == "cpu" else x).to(device, non_blocking=True)
 
 
 def positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import vexact_ops as vx
 
-from . import batch, images
+from . import batch, images, whole
 
 CACHES = ("cache", "past_key_values")  # a model's cache, as transformers calls it from 5.24 on, and as it did before
 LAYERS_CACHE = "layer_past"  # as some layers hand it to their attention; attend sees whether it has come
@@ -118,6 +118,8 @@ def base_forward(
     alone = None  # the name of an argument that goes without a cache
     if shared is not None:
         alone = "sequence_parallel"
+        if patch.rows is not None:
+            patch.rows.share = size[1]
         if vexact_paged is not None or attention_mask is not None or size[0] != 1:
             raise ValueError("sequence_parallel: expected a share of one packed row, and no attention_mask")
         layout, position_ids = batch.shared(
@@ -262,6 +264,8 @@ def causal_forward(
         raise ValueError("labels: got some under sequence_parallel, expected vexact_score of each rank's own rows")
     if kwargs.pop("output_router_logits", None):
         raise ValueError("output_router_logits: got True, but the load balancing loss it asks for is not covered")
+    if patch.rows is not None:
+        patch.rows.tokens = getattr(vexact_score, "tokens", None)
     own_loss = labels is not None and self.loss_function is not aligned_loss
     for_loss = _taken(self.loss_function, kwargs) if own_loss else {}
     kwargs = {name: value for name, value in kwargs.items() if name not in for_loss}
@@ -297,6 +301,92 @@ def causal_forward(
     )
 
 
+@functools.cache
+def wrapped_classifier_forward() -> Callable:
+    from transformers.utils import can_return_tuple
+
+    return can_return_tuple(classifier_forward)
+
+
+def last_tokens(input_ids: Tensor, pad: int | None) -> Tensor:
+    """(B, S) to (B,): where each row's last token is that is no padding; 0 of a row of padding alone."""
+    places = torch.arange(input_ids.shape[-1], device=input_ids.device)
+    return (places if pad is None else places * (input_ids != pad)).expand(input_ids.shape).argmax(-1)
+
+
+def last_of_packed(input_ids: Tensor, cu_seqlens: Tensor, pad: int | None) -> Tensor:
+    """(1, T) to (N,): the same of each sequence that is packed in the row, none of them empty."""
+    tokens = input_ids.shape[1]
+    places = torch.arange(tokens, device=input_ids.device)
+    begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    if pad is None:
+        return ends - 1
+    seen = torch.where(input_ids[0] == pad, -1, places).cummax(0)[0]  # the last one up to here that is none
+    return torch.maximum(seen[ends - 1], begins)
+
+
+@without_autocast
+def classifier_forward(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    labels=None,
+    use_cache=None,
+    cu_seq_lens_q=None,
+    vexact_autocast=False,
+    cache=None,
+    **kwargs,
+):
+    """Scores of each sequence, fp32, at its last token that is no padding: of each row, or of each that is packed in
+    one row. The loss is the class's own, of those."""
+    from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+    patch = self._vexact
+    patch.check()
+    pad = self.config.get_text_config().pad_token_id
+    out = patch.base(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        **{patch.cache: one_cache(cache, past_key_values)},
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        cu_seq_lens_q=cu_seq_lens_q,
+        return_dict=True,
+        vexact_checked=True,
+        vexact_autocast=vexact_autocast,
+        **kwargs,
+    )
+    hidden = out.last_hidden_state
+    size, rows = hidden.shape[:2], hidden.flatten(0, 1)
+    if cu_seq_lens_q is None and attention_mask is None and position_ids is not None and size[0] == 1:
+        cu_seq_lens_q = batch.restarts(batch.one_axis(position_ids), *size)
+    if input_ids is None:
+        if attention_mask is not None or size[0] != 1:
+            raise ValueError("inputs_embeds: got a batch, expected one row, or input_ids, which tell padding")
+        input_ids, pad = torch.zeros(size, dtype=torch.int64, device=hidden.device), None
+    if pad is None and attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError("attention_mask: got padding, but the config has no pad_token_id to tell it by: set one")
+    if cu_seq_lens_q is not None:
+        index = last_of_packed(input_ids, cu_seq_lens_q, pad)
+    else:
+        index = last_tokens(input_ids, pad) + size[1] * torch.arange(size[0], device=hidden.device)
+    logits = logits_of(patch, rows.index_select(0, index))
+    loss = None
+    if labels is not None:
+        loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+    return SequenceClassifierOutputWithPast(
+        loss=loss,
+        logits=logits,
+        hidden_states=out.hidden_states,
+        attentions=out.attentions,
+        past_key_values=getattr(out, patch.cache),
+    )
+
+
 def _taken(loss: Callable, kwargs: dict) -> dict:
     """What a loss function of the caller's own names among its parameters, beyond what all forwards know."""
     unknown = {name: value for name, value in kwargs.items() if name not in PASSED and name not in _READ}
@@ -306,8 +396,15 @@ def _taken(loss: Callable, kwargs: dict) -> dict:
 def score(patch, hidden: Tensor, target: Tensor, temperature: float | Tensor, return_entropy: bool):
     """linear_logprobs of (R, H) final hidden states, with all that the model does to its logits."""
     rows = scaled(patch, hidden)
-    options = {"temperature": temperature, "softcap": patch.softcap, "return_entropy": return_entropy}
-    return patch.head(rows, then=lambda x, weight: vx.linear_logprobs(x, weight, target, **options))
+    options = {"softcap": patch.softcap, "return_entropy": return_entropy}
+    if not isinstance(temperature, Tensor):
+        given = functools.partial(vx.linear_logprobs, temperature=temperature, **options)
+        return patch.head(rows, then=whole.Then(given, target))
+
+    def of_rows(x: Tensor, weight: Tensor, target: Tensor, temperature: Tensor):
+        return vx.linear_logprobs(x, weight, target, temperature=temperature, **options)
+
+    return patch.head(rows, then=whole.Then(of_rows, target, temperature))
 
 
 def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
@@ -315,6 +412,8 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
         raise TypeError(f"vexact_score: got {type(asked).__name__}, expected a vexact_ops.patch.Score")
     rows = hidden.flatten(0, 1)
     if asked.rows is not None:
+        if patch.rows is not None and patch.ulysses is not None:
+            raise ValueError("vexact_score: rows: got some with whole_gradients, expected None: all rows of each rank")
         rows = rows.index_select(0, asked.rows)
     values = score(patch, rows, asked.target, asked.temperature, asked.return_entropy)
     # A module's outputs are no views: FSDP2 warns of those, for a change in place of one would drop its hook.

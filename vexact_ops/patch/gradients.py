@@ -66,35 +66,50 @@ class TreeGradients:
         _, sums = self._sums.pop()
         while self._sums:
             sums = _join(self._sums.pop()[1], sums)
-        norm = self._norm(sums)
-        scale = None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        norm = norm_by_rows(self._parameters, sums)
+        scale = None if max_norm is None else clip(norm, max_norm)
         for parameter, total in zip(self._parameters, sums):
             if total is not None:
                 total = total if scale is None else total * scale
                 parameter.grad = _like(parameter, total)
         return norm
 
-    def _norm(self, sums: Sequence[Tensor | None]) -> Tensor:
-        """Of all rows of all parameters: each row's squares, then all rows', in pairs of halves."""
-        rows = []
-        for parameter, total in zip(self._parameters, sums):
-            if total is not None:
-                squares = total.square()
-                squares = squares.flatten(1) if squares.ndim > 1 else squares.unsqueeze(-1)
-                rows.append(self._gathered(fold(squares), parameter))
-        return fold(torch.cat(rows)).sqrt() if rows else torch.zeros((), dtype=torch.float32)
 
-    def _gathered(self, rows: Tensor, parameter: Tensor) -> Tensor:
-        """(rows of the whole parameter,) of each rank's own."""
-        if self._mesh is None or not hasattr(parameter, "device_mesh"):
-            return rows.reshape(-1)
-        count = parameter.shape[0]
-        share = -(-count // self.ranks)  # as FSDP2 cuts
-        padded = rows.new_zeros(share)
-        padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in range(self.ranks)]
-        dist.all_gather(parts, padded, group=self._mesh.get_group())
-        return torch.cat(parts)[:count]
+def norm_by_rows(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """() fp32: the norm of these gradients of parameters that FSDP2 has sharded over one mesh of one dimension, or of
+    plain ones; of a sharded one each rank gives its own rows. Of each row its squares are summed, then all rows', in
+    pairs of halves: the same bits on any number of ranks. Every rank has to call.
+
+    raises  ValueError: another mesh
+    """
+    rows = []
+    for parameter, total in zip(parameters, gradients):
+        if total is not None:
+            squares = _local(total).square()
+            squares = squares.flatten(1) if squares.ndim > 1 else squares.unsqueeze(-1)
+            rows.append(_gathered(fold(squares), parameter))
+    return fold(torch.cat(rows)).sqrt() if rows else torch.zeros((), dtype=torch.float32)
+
+
+def clip(norm: Tensor, max_norm: float) -> Tensor:
+    """By what gradients of this norm are multiplied, so that it is at most max_norm."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def _gathered(rows: Tensor, parameter: Tensor) -> Tensor:
+    """(rows of the whole parameter,) of each rank's own."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return rows.reshape(-1)
+    if mesh.ndim != 1:
+        raise ValueError(f"norm_by_rows: parameters: got mesh {mesh}, expected one of one dimension")
+    count, ranks = parameter.shape[0], mesh.size()
+    share = -(-count // ranks)  # as FSDP2 cuts
+    padded = rows.new_zeros(share)
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(parts, padded, group=mesh.get_group())
+    return torch.cat(parts)[:count]
 
 
 def fold(values: Tensor) -> Tensor:

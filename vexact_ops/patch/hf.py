@@ -14,7 +14,7 @@ from .._core.numerics import numerics
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan, rotary
-from .batch import Score, check_cu, one_axis, text_axis
+from .batch import Score, check_cu, one_axis, sent, text_axis
 from .description import Decoder, Pages, State
 from .grids import grids_of
 from .images import Encoded, check_pixels, encode
@@ -217,7 +217,8 @@ class Handle:
         """The log-probability of each next token, with gradients and without ever holding T x V logits.
 
         input_ids       (B, S), or one packed row (1, T) or (T,)
-        cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end
+        cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end, on any device: from
+                        the CPU on, no GPU is waited for
         attention_mask  (B, S) of a batch padded left or right
         position_ids    (B, S), or several axes of them, equal but for images; without the two above, a sequence ends
                         where they do not go on by one
@@ -258,17 +259,23 @@ class Handle:
             position_ids = of_text
             if images:
                 raise ValueError(f"logprobs: pixel_values: {type(patch.model).__name__} takes no images")
-        follows = torch.ones_like(ids, dtype=torch.bool)
-        follows[:, -1] = False
-        if attention_mask is not None:
-            follows[:, :-1] = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
-        elif cu_seqlens is not None:
-            check_cu("logprobs: cu_seqlens", cu_seqlens, ids.numel())
-            ends = cu_seqlens[1:].long() - 1
-            follows[0, ends[cu_seqlens.diff() > 0]] = False
-        elif of_text is not None:
-            follows[:, :-1] = of_text.expand_as(ids).diff(dim=1) == 1
-        index = follows.flatten().nonzero()[:, 0]
+        longest = None
+        if cu_seqlens is None:
+            follows = torch.ones_like(ids, dtype=torch.bool)
+            follows[:, -1] = False
+            if attention_mask is not None:
+                follows[:, :-1] = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
+            elif of_text is not None:
+                follows[:, :-1] = of_text.expand_as(ids).diff(dim=1) == 1
+            index = follows.flatten().nonzero()[:, 0]
+        else:  # on the host: a GPU is not waited for where they lie there
+            bounds = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+            check_cu("logprobs: cu_seqlens", bounds, ids.numel())
+            lengths, follows = bounds.diff(), torch.ones(ids.numel(), dtype=torch.bool)
+            follows[bounds[1:][lengths > 0].long() - 1] = False
+            longest = int(lengths.max())
+            index = sent(follows.nonzero()[:, 0], ids.device)
+            cu_seqlens = sent(cu_seqlens, ids.device)
         if isinstance(temperature, Tensor):
             if temperature.shape != input_ids.shape:
                 got, expected = tuple(temperature.shape), tuple(input_ids.shape)
@@ -281,6 +288,7 @@ class Handle:
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seq_lens_q=cu_seqlens,
+            max_length_q=longest,
             use_cache=False,
             vexact_score=asked,
             **images,
@@ -311,8 +319,16 @@ class Handle:
         vision = self._patch.vision
         return None if vision is None else self._patch.base._modules[vision.tower]
 
+    @property
+    def classifies(self) -> bool:
+        """Whether the model's logits are scores of sequences."""
+        return self._patch.classifies
+
     def _check_head(self, op: str) -> None:
         self._check()
+        if self._patch.classifies and op in ("logprobs", "score"):
+            name = type(self._patch.model).__name__
+            raise ValueError(f"{op}: {name} scores sequences, and has no log-probabilities: call the model")
         if self._patch.head is None:
             name = type(self._patch.model).__name__
             raise ValueError(
@@ -368,6 +384,7 @@ def hf(
     longrope: str | None = None,
     training: bool = True,
     sequence_parallel: "dist.ProcessGroup | None" = None,
+    whole_gradients: bool = False,
 ) -> Handle:
     """Run a Hugging Face decoder on aligned ops: training, generation and a paged engine get the same bits.
 
@@ -388,6 +405,9 @@ def hf(
                 that fill it up are a sequence of their own. Log-probabilities, entropies and gradients of
                 activations are those of one rank; gradients of weights are those of a rank's rows, to be added up.
                 For vexact_score alone: labels and handle.logprobs would want the next rank's first token
+    whole_gradients  of these ranks: gradients of weights are those of one rank too. All rows of a module go to one of
+                them, modules by turns, which computes its gradient over them; others have -0.0 there, so that sums over
+                the ranks are it. Costs a forward more, and the exchange
     returns     a Handle: context manager, report(), undo(), logprobs(), logits()
 
     What changes, for this instance: linear layers, root-mean-square norms, gated feed-forward blocks, the routers and
@@ -411,6 +431,10 @@ def hf(
     random, are vexact_ops.patch.COVERED (Granite where its logits are scaled by a power of two); VeOmni's generated
     classes of these families are covered like their originals (veomni.py). Latent keys and values are expanded before
     attention, in a paged cache too. A load balancing loss is refused.
+
+    Models that score sequences (AutoModelForSequenceClassification: a decoder and a linear layer named score): logits
+    are fp32 scores of each sequence's last token that is no padding, of a batch or of sequences that are packed in one
+    row; an engine's `classify` gives the same. Their loss is the class's own.
 
     Modules that are put in or taken out after the patch are noticed by the next forward, which covers them too or
     raises UnsupportedModule naming them; so are a bias that a module did not have, and numbers of modules (top_k, an
@@ -463,8 +487,14 @@ def hf(
         patch = model.__dict__.get("_vexact")
         ulysses = None if sequence_parallel is None else Ulysses.of(sequence_parallel)
         if patch is None:
-            patch = Patch(model, options, strict, training)
+            patch = Patch(model, options, strict, training, whole_gradients)
             patch.build()
+            if ulysses is not None and patch.classifies:
+                patch.revert()
+                raise ValueError(
+                    f"patch.hf: sequence_parallel: got ranks for a {type(model).__name__}, which scores a sequence's "
+                    "last token: expected a causal language model, or None"
+                )
             if ulysses is not None and patch.vision is not None:
                 patch.revert()
                 raise ValueError(
@@ -478,6 +508,8 @@ def hf(
             )
         elif patch.ulysses != ulysses:
             raise ValueError("patch.hf: sequence_parallel: got another group than the model is patched with")
+        elif patch.whole_gradients != whole_gradients:
+            raise ValueError("patch.hf: whole_gradients: got another choice than the model is patched with")
         elif patch.options != options:
             raise ValueError(f"patch.hf: options: got {options}, but the model is patched with {patch.options}")
         else:

@@ -1,5 +1,6 @@
 """What a call's images become: the tower's rows among the embeddings of tokens, and positions on three axes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .description import Images
-from .grids import Clip, Grid, Waiting, axes_of, grids_of, real
+from .grids import Clip, Grid, Waiting, axes_of, grids_of, patches, real, tokens
 
 ARGUMENTS = ("pixel_values", "image_grid_thw", "mm_token_type_ids", "vexact_images", "mm_encoder_outputs")
 MASKS = ("image_mask", "video_mask", "multimodal_metadata")  # that VeOmni's collators make of the same ids and grids
@@ -23,12 +24,6 @@ class Encoded(NamedTuple):
     rows: Tensor
     deepstack: tuple[Tensor, ...] = ()
     where: Tensor | None = None
-
-    def joined(self, other: "Encoded", order: Tensor, where: Tensor) -> "Encoded":
-        """Both, row i of all being the order[i]-th of these and then those."""
-        pairs = zip((self.rows, *self.deepstack), (other.rows, *other.deepstack))
-        rows, *stacks = (torch.cat(pair).index_select(0, order) for pair in pairs)
-        return Encoded(rows, tuple(stacks), where)
 
 
 @dataclass(frozen=True)
@@ -69,6 +64,8 @@ def clips_of(images: Images | Vision, op: str, grids: Sequence[Grid], seconds: T
     seconds = [1.0] * len(grids) if seconds is None else [float(second) for second in seconds]
     if len(seconds) != len(grids):
         raise ValueError(f"{op}: second_per_grid_ts: got {len(seconds)}, expected one for each of {len(grids)} videos")
+    if not all(map(math.isfinite, seconds)):
+        raise ValueError(f"{op}: second_per_grid_ts: got {seconds}, expected finite seconds")
     return [
         Clip(grid, float(torch.tensor(s, dtype=torch.float32) * images.per_second)) for grid, s in zip(grids, seconds)
     ]
@@ -154,31 +151,36 @@ def images_of(
         raise ValueError("mm_encoder_outputs: got some, expected none: images are encoded here")
     if (ready := given.get("vexact_images")) is not None:
         if ready.where is None:
-            _check_count(vision.token, "image", ids, ready)
+            _check_count(vision.token, "image", ids, len(ready.rows))
         return ready, {}
-    image = _encoded(vision, model, ids, given, "image", "pixel_values", continued)
-    video = _encoded(vision, model, ids, given, "video", "pixel_values_videos", continued)
-    waiting = {}
+    image = _taken(vision, model, ids, given, "image", "pixel_values", continued)
+    video = _taken(vision, model, ids, given, "video", "pixel_values_videos", continued)
+    if image is None and video is None:
+        return None, {}
+    waiting, both = {}, [pair for pair in (image, video) if pair is not None]
     if image is not None:
         waiting[vision.token] = Waiting("image", [Clip(grid) for grid in image[1]])
     if video is not None:
         clips = clips_of(vision, type(model).__name__, video[1], given.get("second_per_grid_ts"))
         waiting[vision.video] = Waiting("video", clips)
+    # At once: ranks that share the tower's weights call it equally often, whatever each of them has.
+    made = encode(vision, model, torch.cat([pixels for pixels, _ in both]), sum((grids for _, grids in both), ()))
     if video is None:
-        return (None if image is None else image[0]), waiting
+        return made, waiting
     where = ids == vision.video
     if image is None:
-        return video[0]._replace(where=where), waiting
-    any_of, count = where | (ids == vision.token), len(image[0].rows)
-    of_video = where[any_of]
+        return made._replace(where=where), waiting
+    any_of = where | (ids == vision.token)
+    of_video, count = where[any_of], sum(tokens(grid, vision.merge) for grid in image[1])
     order = torch.where(of_video, count - 1 + of_video.cumsum(0), (~of_video).cumsum(0) - 1)
-    return image[0].joined(video[0], order, any_of), waiting
+    rows, *stacks = (part.index_select(0, order) for part in (made.rows, *made.deepstack))
+    return Encoded(rows, tuple(stacks), any_of), waiting
 
 
-def _encoded(
+def _taken(
     vision: Vision, model: nn.Module, ids: Tensor | None, given: dict, kind: str, pixels_name: str, continued: bool
-) -> tuple[Encoded, tuple[Grid, ...]] | None:
-    """Of images, or of videos; None: there are none."""
+) -> tuple[Tensor, tuple[Grid, ...]] | None:
+    """Patches and grids of images, or of videos; None: there are none."""
     pixels, grid_thw, token = given.get(pixels_name), given.get(f"{kind}_grid_thw"), vision.token
     if kind == "video" and (pixels is not None or grid_thw is not None):
         if vision.video is None:
@@ -194,15 +196,19 @@ def _encoded(
         raise ValueError(f"{kind}_grid_thw: got None with {pixels_name}, expected ({kind}s, 3)")
     grids = grids_of(type(model).__name__, grid_thw, vision.merge, kind)
     check_pixels(type(model).__name__, pixels, vision.width, pixels_name)
-    encoded = encode(vision, model, pixels, grids)
-    _check_count(token, kind, ids, encoded)
-    return encoded, grids
+    expected = sum(map(patches, grids))
+    if len(pixels) != expected:
+        raise ValueError(
+            f"{pixels_name}: got shape {tuple(pixels.shape)}, expected the {expected} patches of {kind}_grid_thw"
+        )
+    _check_count(token, kind, ids, sum(tokens(grid, vision.merge) for grid in grids))
+    return pixels, grids
 
 
-def _check_count(token: int, kind: str, ids: Tensor | None, encoded: Encoded) -> None:
+def _check_count(token: int, kind: str, ids: Tensor | None, rows: int) -> None:
     if ids is None:
         raise ValueError(f"input_ids: got None with {kind}s, expected the tokens, which say where they go")
-    there, rows = (ids == token).sum(), encoded.rows.shape[0]
+    there = (ids == token).sum()
     if not isinstance(there, FakeTensor) and int(there) != rows:
         raise ValueError(
             f"{'pixel_values' if kind == 'image' else 'pixel_values_videos'}: got {kind}s of {rows} tokens for "

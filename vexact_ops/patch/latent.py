@@ -24,6 +24,7 @@ import vexact_ops as vx
 from .batch import attend
 from .forwards import one_cache
 from .pieces import TURNS, NotCovered, agree, random, rope_function, small_linear, twin
+from .whole import by_heads
 
 _PARTS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
 _SMALL = {
@@ -78,8 +79,9 @@ def _forward(bmm: Callable, turn: Callable, attend: Callable) -> Callable:
         if cache is not None:
             c, k_turned = cache.update(c, k_turned, self.layer_idx)
         heads = q.shape[1]
+        product = by_heads(bmm, self.kv_b_proj) if bmm is vx.bmm else bmm
         w_k, w_v = self.kv_b_proj.weight.view(heads, -1, rank).split((nope, self.v_head_dim), 1)
-        q = bmm(q.transpose(0, 1).reshape(heads, -1, nope), w_k).view(heads, batch, length, rank).transpose(0, 1)
+        q = product(q.transpose(0, 1).reshape(heads, -1, nope), w_k).view(heads, batch, length, rank).transpose(0, 1)
         key = torch.cat((c, k_turned), -1)
         query = torch.cat((q, q_turned), -1)
         dropout = self.attention_dropout if self.training else 0.0
@@ -87,7 +89,7 @@ def _forward(bmm: Callable, turn: Callable, attend: Callable) -> Callable:
             self, query, key, key[..., :rank], attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
         mixed = mixed.reshape(-1, heads, rank).transpose(0, 1)
-        out = bmm(mixed, w_v.transpose(1, 2)).transpose(0, 1).reshape(batch, length, -1)
+        out = product(mixed, w_v.transpose(1, 2)).transpose(0, 1).reshape(batch, length, -1)
         return self.o_proj(out), None
 
     return latent_forward

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import vexact_ops as vx
 
@@ -26,6 +25,7 @@ from ..moe_route.reference import moe_route_ref
 from ..silu_mul.op import ACTIVATIONS
 from . import expert_parallel
 from .pieces import NotCovered, agree, class_of, random, run_stock, twin
+from .routed import give, uncast
 from .slots import slots_of, without_slots
 
 CHOICE = "route_tokens_to_experts"
@@ -78,7 +78,7 @@ def experts_forward(module: nn.Module) -> tuple[Callable, str]:
 @functools.cache
 def _experts_forward(activation: str, apart: bool) -> Callable:
     def experts_forward(self, hidden_states, top_k_index, top_k_weights):
-        top_k_weights = _uncast(self, top_k_index, top_k_weights)
+        top_k_weights = uncast(self, top_k_index, top_k_weights)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         weights, ids = top_k_weights.to(torch.float32), top_k_index.to(torch.int32)
         if apart:
@@ -111,38 +111,11 @@ def biased_experts_forward(self, hidden_states, router_indices=None, routing_wei
             f"experts: got {self.gate_up_proj.shape[0]} of {experts_of(self)} on this rank, expected all: expert "
             "parallelism of experts with biases is not covered"
         )
-    weights, ids = _uncast(self, router_indices, routing_weights).to(torch.float32), router_indices.to(torch.int32)
+    weights, ids = uncast(self, router_indices, routing_weights).to(torch.float32), router_indices.to(torch.int32)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     gate_up, down = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
     biases = {"gate_up_bias": self.gate_up_proj_bias, "down_bias": self.down_proj_bias}
     return vx.fused_moe(x, gate_up, down, weights, ids, activation=SWIGLU, **biases)
-
-
-# Experts that are an FSDP2 unit of their own get their inputs cast to the dtype of parameters (cast_forward_inputs),
-# which would round the fp32 weights of a router on their way. The ids go by untouched, and the weights with them.
-_WEIGHTS = "_vexact_weights"
-
-
-def _give(ids: Tensor, weights: Tensor) -> None:
-    if not torch.compiler.is_compiling():
-        setattr(ids, _WEIGHTS, weights)
-
-
-def _uncast(experts: nn.Module, ids: Tensor, weights: Tensor) -> Tensor:
-    """The weights as the router made them."""
-    if torch.compiler.is_compiling():
-        return weights
-    given = ids.__dict__.pop(_WEIGHTS, None)
-    if isinstance(weights, FakeTensor) and given is not None and given is not weights:
-        experts._vexact.between.add(id(experts))
-    if given is None or given.dtype == weights.dtype:
-        return weights
-    if id(experts) in experts._vexact.between:
-        raise RuntimeError(
-            f"experts: weights: got {weights.dtype}, expected the router's {given.dtype}: FSDP2 casts what they are "
-            "called with, and their block changes it before: shard them with their layer, not on their own"
-        )
-    return given
 
 
 def experts_of(module: nn.Module) -> int:
@@ -284,7 +257,7 @@ def _choice_forwards(wide: bool, rounded: bool, kept: bool, options: tuple) -> t
         weights, ids = vx.moe_route(router_logits, top_k, bias=_bias(self.gate), **options)
         if rounded:
             return ids, weights.to(self.gate.weight.dtype)
-        _give(ids, weights)
+        give(ids, weights)
         return ids, weights
 
     return gate_forward, route_tokens_to_experts
@@ -418,7 +391,7 @@ def _router_forward(form: Form, wide: bool, rounded: bool, kept: bool, options: 
                 weights = _rounded(weights, hidden_states.dtype)
             weights = weights.to(hidden_states.dtype)
         else:
-            _give(ids, weights)
+            give(ids, weights)
         return logits, weights, ids
 
     return router_forward

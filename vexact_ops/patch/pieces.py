@@ -142,6 +142,17 @@ def check_linear(module: nn.Linear, head: bool) -> None:
         raise NotCovered("an output layer with a bias")
 
 
+def score_head(model: nn.Module) -> nn.Linear | None:
+    """What makes a sequence's scores, of a model of a decoder and a linear layer named score, as transformers'
+    classifiers of sequences are; None of others."""
+    children = dict(model.named_children())
+    score = children.get("score")
+    base = getattr(model, "base_model", None)
+    if base is model or len(children) != 2 or not isinstance(score, nn.Linear):
+        return None
+    return score if any(child is base for child in children.values()) else None
+
+
 # norms
 
 

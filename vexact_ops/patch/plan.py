@@ -52,6 +52,8 @@ def find(patch: "Patch") -> None:
     model = patch.model
     patch.base = model.base_model
     patch.head = model.get_output_embeddings()
+    if patch.head is None and (score := pieces.score_head(model)) is not None:
+        patch.head, patch.classifies = score, True
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"patch.hf: model: got {type(model).__name__}, an encoder and a decoder, expected a decoder alone"
@@ -107,7 +109,10 @@ def _write(patch: "Patch", path: str, module: nn.Module, answer: Replace | Keep)
     if answer.unaligned:
         patch.blocks[path] = answer.unaligned
     if isinstance(answer, Keep):
-        patch.keep(path, module, answer.note)
+        if patch.rows is not None and isinstance(module, nn.Embedding):
+            patch.replace(path, module, pieces.class_of(module).forward, "embedding", answer.note)
+        else:
+            patch.keep(path, module, answer.note)
         return set()
     vars(patch).update(answer.known)
     patch.inner.update(map(id, answer.computes))

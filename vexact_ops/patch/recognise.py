@@ -174,6 +174,11 @@ def stranger(module: nn.Module, facts: Facts) -> Answer:
 def causal_model(module: nn.Module, facts: Facts) -> Answer:
     if module is not facts.model or module is facts.base:
         return None
+    if facts.model.get_output_embeddings() is None:
+        _check_classifier(facts)
+        return Replace(
+            forwards.wrapped_classifier_forward(), "linear_logits", "of a sequence's last token; loss: stock"
+        )
     forward, scale, softcap = _causal_forward(facts)
     ours, note = _loss(module)
     return Replace(forward, "linear_logits", note, known={"scale": scale, "softcap": softcap, "loss": ours})
@@ -261,6 +266,29 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
     if scale != 1 or softcap is not None:
         raise NotCovered("VeOmni's slot of the loss knows neither logits_scaling nor final_logit_softcapping")
     return slots.causal_forward(pieces.class_of(model)), scale, softcap
+
+
+def _check_classifier(facts: Facts) -> None:
+    """That its class scores the last token of a row that is no padding, by one product, and does nothing else."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Hidden(nn.Module):
+        def forward(self, *args, **kwargs):
+            return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+    model, pad = facts.model, facts.model.config.get_text_config().pad_token_id
+    rows = [[1, 2, 0, 0], [0, 0, 3, 4], [1, 2, 3, 4]]
+    ids = torch.tensor(rows, dtype=torch.int64) + (0 if pad is None else pad)
+    ids = ids[2:] if pad is None else ids
+    hidden, score = 3 * pieces.random(len(ids), 4, 8, seed=1), pieces.small_linear(8, 3, seed=2)
+    base_name = next(name for name, m in model.named_children() if m is facts.base)
+    tried = pieces.twin(model, {base_name: Hidden(), "score": score})
+    tried.__dict__["num_labels"] = 3
+    got = pieces.run_stock(tried, input_ids=ids)
+    last = forwards.last_tokens(ids, pad)
+    expected = hidden[torch.arange(len(ids)), last] @ score.weight.detach().t()
+    if not pieces.agree(got.logits, expected, 1e-9):
+        raise NotCovered("a classifier that scores something else than a sequence's last token")
 
 
 def _factors(config) -> list[float]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 
-from . import facts, forwards, plan, rotary, slots
+from . import facts, forwards, plan, rotary, slots, whole
 from .describe import describe
 from .description import Decoder, Head, NotDescribed, Pages, State
 from .recognise import INNER
@@ -91,9 +91,11 @@ def _isolated(model: nn.Module) -> Iterator[None]:
 class Patch:
     """All that is changed about one model, shared by its nested handles. Lives in the `__dict__` of what it changed."""
 
-    def __init__(self, model: nn.Module, options: dict, strict: bool, trains: bool = True):
+    def __init__(
+        self, model: nn.Module, options: dict, strict: bool, trains: bool = True, whole_gradients: bool = False
+    ):
         self.model, self.options, self.strict, self.handles = model, options, strict, 0
-        self.trains = trains
+        self.trains, self.whole_gradients = trains, whole_gradients
         self.ulysses: Ulysses | None = None
         self.builds = 0
         self.clear()
@@ -102,6 +104,8 @@ class Patch:
         self.report, self.problems, self.changes, self.cause = Report(), [], [], None
         self.base = self.head = self.loss = self.seen = None
         self.heads: set[int] = set()  # the output layer, or its copies
+        self.rows = whole.Rows() if self.whole_gradients else None
+        self.classifies = False  # whether the output layer is a score of sequences
         self.scale, self.softcap = 1.0, None
         self.cache = forwards.CACHES[0]  # by which name the decoder's own forward takes one
         self.lax = False  # whether arguments that no forward knows go by, if they are no cache
@@ -262,6 +266,8 @@ class Patch:
             return facts.facts(self, rounded)
 
     def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "", name: str = "forward"):
+        if self.rows is not None and name == "forward":
+            forward = self.rows.cover(module, forward, ops, lambda reason: self.refuse(path, module, reason))
         self.changes.append(_Change(module, forward, name))
         self.report.append(Row(path, type(module).__name__, ops, note))
 

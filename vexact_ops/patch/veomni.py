@@ -27,6 +27,7 @@ from ..fused_moe import swiglu
 from . import batch, expert_parallel, mixture, slots
 from .hf import Handle, hf
 from .pieces import rotation
+from .plan import UnsupportedModule
 from .report import table
 from .state import LOCK
 
@@ -44,6 +45,15 @@ FIELDS = MappingProxyType(
         "rms_norm_gated_implementation": "eager",  # a class: cover() gives its instances their forward
         "causal_conv1d_implementation": NAME,
         "chunk_gated_delta_rule_implementation": NAME,
+    }
+)
+
+
+# Its classes that are not covered where transformers' of the same type are, and why.
+REFUSED = MappingProxyType(
+    {
+        "qwen2_5_vl": "VeOmni's class leaves its rotary tables on three axes and joins them in its attention, which no "
+        "aligned op does; transformers' class is covered (verl: strategy=fsdp2)"
     }
 )
 
@@ -89,7 +99,12 @@ class VeOmni:
         return Report(self._process.rows)
 
     def cover(
-        self, model: nn.Module, *, kv_segment: int | None = None, latent: bool = False, longrope: str | None = None
+        self,
+        model: nn.Module,
+        *,
+        kv_segment: int | None = None,
+        latent: bool = False,
+        longrope: str | None = None,
     ) -> Handle:
         """Run a model that VeOmni built on aligned ops alone: patch.hf for VeOmni's generated classes.
 
@@ -116,7 +131,8 @@ class VeOmni:
                 raise RuntimeError("patch.veomni: this patch has been undone")
             _check_built(model)
             shared = slots.sequence_parallel()
-            handle = hf(model, kv_segment=kv_segment, latent=latent, longrope=longrope, sequence_parallel=shared)
+            options = {"kv_segment": kv_segment, "latent": latent, "longrope": longrope}
+            handle = hf(model, **options, sequence_parallel=shared)
             self._handles.append(handle)
             return handle
 
@@ -181,6 +197,8 @@ def _check_built(model: nn.Module) -> None:
             "generated classes, as build_foundation_model makes them (not with MODELING_BACKEND=hf); others: "
             "patch.hf"
         )
+    if (kind := model.config.model_type) in REFUSED:
+        raise UnsupportedModule(f"patch.veomni: {cls.__name__} ({kind}): {REFUSED[kind]}")
     wrong = []
     for slot in _slots(sys.modules[cls.__module__]):
         if (slot.op_name, slot.variant) in _kernels() and slot._impl_name != NAME:

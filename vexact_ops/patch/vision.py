@@ -22,7 +22,7 @@ import vexact_ops as vx
 from ..rope.reference import rope_cos_sin_ref, rope_ref
 from . import rotary
 from .batch import heads_last
-from .grids import Grid, Lattice, axes_of, grids_of, lattice, patches, tokens
+from .grids import Grid, Lattice, axes_of, grids_of, lattice, patches
 from .images import Vision, compute, images_of
 from .pieces import NotCovered, agree, class_of, random, run_stock, twin
 from .slots import without_slots
@@ -375,18 +375,16 @@ def _output_of(vision: Vision, base: nn.Module, parts: Sequence[list[int]], grid
     text = next(i for i in range(3) if i not in taken)
     ids = torch.tensor([[text, *itertools.chain(*parts)]], dtype=torch.int64)
     ids = torch.where(ids == -1, text, ids)
-    counts = {kind: sum(tokens(grid, vision.merge) for grid in each) for kind, each in grids.items()}
-    most = max(counts.values())
-    rows, table = random(most, 4, seed=1), random(5, 4, seed=2)
-    features = [random(most, 4, seed=3 + i) for i in range(vision.deepstack)]
+    block, table = vision.merge**2 * vision.width, random(5, 4, seed=2)
+    mixes = [random(block, 4, seed=1 + 2 * i) / block**0.5 for i in range(1 + vision.deepstack)]
 
     def kind_of(ids):
         return (ids == vision.token).long() + 2 * (ids == vision.video)
 
     def tower_call(x, grid_thw, **kwargs):
-        count = len(x) // vision.merge**2
-        given = {"deepstack_features": [f[:count] * x[0, 1] for f in features]} if features else {}
-        return types.SimpleNamespace(pooler_output=rows[:count] * x[0, 0], **given)
+        pooled, *features = (x.reshape(-1, block) @ mix for mix in mixes)  # of each token's own patches
+        given = {"deepstack_features": features} if features else {}
+        return types.SimpleNamespace(pooler_output=pooled, **given)
 
     def stack_call(input_ids=None, inputs_embeds=None, position_ids=None, **kwargs):
         from transformers.modeling_outputs import MoeModelOutputWithPast  # some read router_logits, which may be None
