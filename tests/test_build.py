@@ -155,7 +155,7 @@ def test_the_torch_of_the_environment_is_built_against_where_there_is_one(ours, 
         ("CXX", "no-such-compiler", "no compiler 'no-such-compiler' here: install a C"),
         ("MAX_JOBS", "two", "MAX_JOBS: got 'two', expected a whole number of 1 or more"),
         ("MAX_JOBS", "0", "MAX_JOBS: got '0'"),
-        ("VEXACT_CUDA_ARCHS", "90a,9.0", "VEXACT_CUDA_ARCHS: got '9.0', expected numbers such as 80, 90a"),
+        ("VEXACT_CUDA_ARCHS", "90a,9.0", "VEXACT_CUDA_ARCHS: got '9.0', expected names such as 80, 90a"),
         ("VEXACT_CUDA_ARCHS", "", "VEXACT_CUDA_ARCHS: got ''"),
     ],
 )

@@ -13,7 +13,6 @@ import pytest
 import torch
 from engine_models import build, byte_tokenizer
 
-import vexact_ops as vx
 from vexact_engine import cli
 from vexact_engine.config import EngineConfig
 from vexact_engine.proof import demo, doctor, machine, verify
@@ -273,53 +272,6 @@ def test_bad_input_is_one_line_and_exit_2(capsys, model, tmp_path, argv, message
     assert out == ""
 
 
-@pytest.mark.parametrize("argv", [[], ["nothing"], ["--verify"]])
-def test_without_a_command_the_commands_are_named(capsys, argv):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(argv)
-    assert stopped.value.code == 2 and "usage: vexact" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["verify"],
-        ["generate", "x"],
-        ["chat"],
-        ["recipe"],
-        ["demo", "--dtype", "int8"],
-        ["verify", "--model", "m", "--samples", "0"],
-        ["demo", "--seed", "-1"],
-        ["demo", "--seed", str(2**64)],
-        ["generate", "--model", "m", "--seed", "-1", "x"],
-        ["verify", "--model", "m", "--top-k", "-5"],
-        ["verify", "--model", "m", "--plot", "m.txt"],
-        ["verify", "--model", "m", "--batch-size", "3"],  # no abbreviations
-    ],
-)
-def test_usage_errors_are_one_line_and_exit_2(capsys, argv):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(argv)
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.startswith(f"vexact {argv[0]}: ") and said.count("\n") == 1
-    assert said.endswith(f" (vexact {argv[0]} --help has every option)\n") and "RECORD" not in said
-
-
-@pytest.mark.parametrize(
-    "argv, said",
-    [
-        (["doctor", "--modle", "m"], "vexact doctor: unrecognized arguments: --modle m: is it --model? ("),
-        (["serve", "m", "--prot=1"], "vexact serve: unrecognized arguments: --prot=1: is it --port? ("),
-        (["demo", "--frobnicate"], "vexact demo: unrecognized arguments: --frobnicate ("),
-        (["chat", "m", "--model", "n"], "vexact chat: unrecognized arguments: n ("),
-    ],
-)
-def test_a_mistyped_option_is_told_by_its_command(capsys, argv, said):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(argv)
-    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(said)
-
-
 def test_a_failure_beside_equal_log_probabilities_is_the_verdict(capsys, model, monkeypatch, tmp_path):
     """The twin that must fail in each way there is: terminal, JSON, HTML and exit code say the same."""
     honest, rescored = verify._in_batches, verify.rescore
@@ -397,24 +349,6 @@ def test_doctor_without_the_gpu_it_was_to_check_says_nothing_else(capsys, monkey
     assert (code, out) == (2, "") and err == "vexact doctor: --device: got 'cuda', but torch sees 0 CUDA devices\n"
     code, out, err = run(capsys, "doctor", "--admit", "--shapes", "8x8")
     assert (code, out) == (2, "") and err.startswith("vexact doctor: --admit: kernels are verified on the GPU that")
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """A clone whose extension nobody has compiled."""
-    found = {**vx.backends(), "cpu": "the compiled extension is missing"}
-    monkeypatch.setattr(vx, "backends", lambda: found)
-
-
-def test_without_the_extension_nothing_is_fetched_or_loaded(capsys, monkeypatch, uncompiled):
-    monkeypatch.setattr(demo, "fetch_smollm2", lambda: pytest.fail("fetched"))
-    assert run(capsys, "demo") == (2, "", "vexact demo: the compiled extension is missing\n")
-
-
-def test_doctor_says_once_that_the_extension_is_missing(capsys, uncompiled):
-    code, out, _ = run(capsys, "doctor", "--device", "cpu")
-    assert code == 1 and out.count("FAILED") == 1 and out.endswith("0 of 1 checks hold\n")
-    assert "FAILED  every room" in out and "          the compiled extension is missing" in out
 
 
 def test_a_mistyped_path_is_answered_at_once(capsys, monkeypatch, tmp_path):
