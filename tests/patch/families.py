@@ -172,7 +172,9 @@ def config_of(name: str, **changes):
 def tiny(name: str, dtype=torch.float32, seed: int = 0, device="cpu", **changes):
     """A random model whose weights are large enough for everything in it to matter."""
     # eager: the stock attention that knows every option (transformers 5.5 ran Gemma-2 on one without softcap)
-    model = AutoModelForCausalLM.from_config(config_of(name, **changes), attn_implementation="eager")
+    with torch.random.fork_rng(devices=[]):  # some biases are drawn from the global generator, and added to below
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config_of(name, **changes), attn_implementation="eager")
     model.config._experts_implementation = "eager"  # likewise: the others have no float64
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
