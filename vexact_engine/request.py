@@ -248,6 +248,7 @@ class Sequence:
     stop_ids        tokens that end it, the model's own among them where it minds those
     limit           tokens it may reach, and `limit_note` says which limit that is if it is the cache's
     drafts          what its Drafter knows of it (core/drafts.py); None without one
+    known_as        what `keys` has given so far, where the prompt has images
     started_at, token_times, finished_at, cached_tokens, preemptions, drafted, accepted   as in Metrics
     """
 
@@ -263,6 +264,7 @@ class Sequence:
         "finished_at",
         "in_flight",
         "index",
+        "known_as",
         "last_step",
         "limit",
         "limit_note",
@@ -310,7 +312,7 @@ class Sequence:
         self.finish_reason = self.stop_reason = self.error = None
         self.started_at, self.finished_at, self.token_times = None, None, []
         self.cached_tokens = self.preemptions = self.drafted = self.accepted = 0
-        self.drafts = None
+        self.drafts = self.known_as = None
         self.epoch = self.in_flight = 0
         self.forget_pages()
 
@@ -347,10 +349,13 @@ class Sequence:
 
     @property
     def keys(self) -> list:
-        """What the prefix cache knows its tokens by."""
+        """What the prefix cache knows its tokens by. Like tokens it grows at the end alone."""
         if self.request.pictures is None:
             return self.tokens
-        return [*self.request.pictures.keys, *self.tokens[self.num_prompt :]]
+        if self.known_as is None:
+            self.known_as = list(self.request.pictures.keys)
+        self.known_as += self.tokens[len(self.known_as) :]
+        return self.known_as
 
     def finish(self, reason: str, stop_reason=None, error: str | None = None) -> None:
         """For the scheduler, which knows what the sequence holds."""
