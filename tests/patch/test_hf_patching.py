@@ -13,7 +13,7 @@ import torch
 import transformers
 from families import alone, config_of, sequences, tiny
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
@@ -566,8 +566,8 @@ def test_instances_with_a_forward_of_their_own_are_refused():
 def test_not_a_decoder():
     with pytest.raises(TypeError, match="got Linear, expected a transformers PreTrainedModel"):
         vx.patch.hf(nn.Linear(2, 2))
-    model = AutoModelForSequenceClassification.from_config(config_of("llama"))
-    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification .* expected a decoder, or a causal"):
+    model = AutoModelForTokenClassification.from_config(config_of("llama"))
+    with pytest.raises(ValueError, match=r"LlamaForTokenClassification .* expected a decoder, or a causal"):
         vx.patch.hf(model)
 
 

@@ -216,8 +216,8 @@ def test_prompts_that_are_refused(running):
         running.generate([])
     with pytest.raises(ValueError, match="100000"):
         running.generate([100000])
-    takes_none = "images: this engine's model takes none"
-    for kind, said in {"image": takes_none, "video": "video_data: got some", "audio": "audio_data: got some"}.items():
+    none = "this engine's model takes none"
+    for kind, said in {"image": f"images: {none}", "video": f"videos: {none}", "audio": "audio_data: got some"}.items():
         with pytest.raises(ValueError, match=said):
             running.call(running.server.generate(PROMPT, VERLS, "r", **{f"{kind}_data": [object()]}))
     assert running.call(running.server.generate(PROMPT, VERLS, "r", image_data=[])).stop_reason == "completed"
