@@ -6,9 +6,12 @@ arithmetic is that of the CPU kernels; tl.dot takes k ascending in one fused acc
 It cannot show what a compiler or a tensor core does to an order: that is what the tests on a GPU are for.
 """
 
+import math
+
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -157,7 +160,54 @@ def _np_dtype_once(of):
     return _np_dtypes[scalar.name]
 
 
+_SAME = frozenset(("fp32", "fp64", "int1", "int32", "int64"))  # two of one of these are computed in it
+_checked, _casted = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.cast
+_broadcast = TritonSemantic.broadcast_impl_value
+_constants: dict[tuple, tl.tensor] = {}
+
+
+def _binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
+    """What two operands become. Most are of one type already, or a block of fp32 and a number: what is found out at
+    length of all others takes longer than what is then computed."""
+    if type(lhs) is tl.tensor:
+        if type(rhs) is tl.tensor:
+            if lhs.type is rhs.type and lhs.dtype.name in _SAME:
+                return lhs, rhs
+        elif type(rhs) in (float, int) and (constant := _constant(lhs, rhs)) is not None:
+            return lhs, constant
+    elif type(lhs) in (float, int) and type(rhs) is tl.tensor and (constant := _constant(rhs, lhs)) is not None:
+        return constant, rhs
+    return _checked(self, lhs, rhs, *args, **kwargs)
+
+
+def _constant(like, value):
+    """A block of this number, where the other operand is one of fp32. No operation writes into its operands."""
+    if like.dtype.name != "fp32" or type(like.type) is not tl.block_type or value != value:
+        return None
+    shape = like.handle.data.shape
+    key = value, math.copysign(1.0, value), shape
+    if key not in _constants:
+        handle = TensorHandle(np.full(shape, value, dtype=np.float32), tl.float32)
+        _constants[key] = tl.tensor(handle, like.type)
+    return _constants[key]
+
+
+def _cast_once(self, input, dst_ty, fp_downcast_rounding=None):
+    if fp_downcast_rounding is None and type(dst_ty) is tl.dtype and input.dtype.name == dst_ty.name:
+        return input
+    return _casted(self, input, dst_ty, fp_downcast_rounding)
+
+
+def _broadcast_impl_value(self, lhs, rhs):
+    if type(lhs.type) is type(rhs.type) is tl.block_type and lhs.handle.data.shape == rhs.handle.data.shape:
+        return lhs, rhs
+    return _broadcast(self, lhs, rhs)
+
+
 def install() -> None:
+    TritonSemantic.broadcast_impl_value = _broadcast_impl_value
+    TritonSemantic.binary_op_type_checking_impl = _binary_op_type_checking_impl
+    TritonSemantic.cast = _cast_once
     tl.block_type.__init__ = _once(_block)
     tl.tensor.__init__ = _once(_tensor, ("handle",))
     interpreter._get_np_dtype = _np_dtype_once
