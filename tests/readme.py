@@ -18,6 +18,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # as a script it finds its own folder alone
+
 import vexact_ops as vx
 from benchmarks.report import compare, over_shapes
 from benchmarks.report.tables import markdown
