@@ -176,6 +176,17 @@ def test_the_server_takes_images(folders, load_format):
                 running.call(server.generate(ids, asked, "r", **given))
 
 
+def test_videos_are_told_apart_by_every_frame_and_by_what_is_said_of_them():
+    from vexact_engine.verl.server import _content
+
+    frames, about = torch.zeros(40, 3, 8, 8, dtype=torch.uint8), {"fps": 2.0, "frames_indices": torch.arange(2000)}
+    another, later = frames.clone(), {**about, "frames_indices": torch.arange(2000).index_fill(0, torch.tensor(999), 0)}
+    another[20, 1, 4, 4] = 1  # in the middle, where a tensor's text leaves values out
+    given = [(frames, about), (another, about), (frames, later), (frames, {**about, "fps": 4.0})]
+    assert len({_content(video) for video in given}) == 4
+    assert _content((frames.clone(), {k: v for k, v in about.items()})) == _content(given[0])
+
+
 def test_full_determinism_tells_images_apart(folders):
     """Prompts of one text and several images: each has the same answers, in whichever order their calls come."""
     pictures = pytest.importorskip("PIL.Image")

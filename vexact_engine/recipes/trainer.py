@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import vexact_ops as vx
+from vexact_ops.patch.batch import sent
 
 from . import digests
 from .masters import Masters
 from .options import SEQUENCES, Options
 
-FORWARD_TOKENS = 8192  # of a forward, about: a GPU's kernels take longer than the calls of them, at small models too
+FORWARD_TOKENS = 8192  # of a forward, about: of few rows a GPU's kernels are through before others are called
 
 
 @dataclass
@@ -159,11 +160,7 @@ class Trainer:
         return every.gather(1, target[:, None])[:, 0], spread
 
     def _integers(self, values: list) -> Tensor:
-        return self._there(torch.tensor(values, dtype=torch.int64))
-
-    def _there(self, x: Tensor) -> Tensor:
-        """On the trainer's device, without waiting for what that computes."""
-        return x if self.device.type == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
+        return sent(torch.tensor(values, dtype=torch.int64), self.device)
 
     # Training
 
@@ -205,10 +202,10 @@ class Trainer:
     def _train(self, batch: Sequence[Sample], total: int) -> tuple[Tensor, Tensor]:
         """Adds to the gradients. Returns log-probabilities and entropies of all answers' tokens."""
         values, entropies = self._forward(batch, entropy=True)
-        old = self._there(torch.cat([s.old for s in batch]))
+        old = sent(torch.cat([s.old for s in batch]), self.device)
         weight = torch.tensor([s.advantage for s in batch], dtype=torch.float32)
         lengths = torch.tensor([len(s.token_ids) for s in batch], dtype=torch.int64)
-        advantage = self._there(weight.repeat_interleave(lengths))
+        advantage = sent(weight.repeat_interleave(lengths), self.device)
         loss = policy_loss(values, old, advantage, self.options.clip)
         if self.options.entropy_coefficient:
             loss = loss - self.options.entropy_coefficient * entropies

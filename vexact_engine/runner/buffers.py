@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.patch.batch import sent
 
 from ..core.step import Rows, Step
 from .batch import Batch
@@ -150,8 +151,7 @@ def _draws(wanted: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def send(values: np.ndarray, device: torch.device) -> Tensor:
     """A copy of its own, for what is rare. The host does not wait for it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return sent(torch.from_numpy(np.ascontiguousarray(values)), device)
 
 
 class Buffers:

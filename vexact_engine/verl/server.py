@@ -288,16 +288,16 @@ class Server:
         given |= asked
         return SamplingParams(**given | {"top_k": 0 if given["top_k"] == -1 else given["top_k"]})
 
-    def _seed(self, ids: list[int], request_id: str, *images: bytes | str) -> int:
+    def _seed(self, ids: list[int], request_id: str, *shown: bytes | str) -> int:
         """Of a call of full_determinism's: that of the call that it goes on with, where one was aborted."""
-        if waiting := self._broken_off.get(_digest(request_id, ids, *images)):
+        if waiting := self._broken_off.get(_digest(request_id, ids, *shown)):
             return waiting.pop()
         version = self.engine.weight_version
         step = self._steps.get(version, f"of weights {version}")
         if step != self._step:
             self._step = step
             self._calls_of.clear()
-        what = _digest(request_id, ids, *images)
+        what = _digest(request_id, ids, *shown)
         place = self._calls_of.get(what, 0)
         self._calls_of[what] = place + 1
         step = step if self.handover["seeds"] == "step" else "of any step"

@@ -99,12 +99,7 @@ class VeOmni:
         return Report(self._process.rows)
 
     def cover(
-        self,
-        model: nn.Module,
-        *,
-        kv_segment: int | None = None,
-        latent: bool = False,
-        longrope: str | None = None,
+        self, model: nn.Module, *, kv_segment: int | None = None, latent: bool = False, longrope: str | None = None
     ) -> Handle:
         """Run a model that VeOmni built on aligned ops alone: patch.hf for VeOmni's generated classes.
 
@@ -131,8 +126,7 @@ class VeOmni:
                 raise RuntimeError("patch.veomni: this patch has been undone")
             _check_built(model)
             shared = slots.sequence_parallel()
-            options = {"kv_segment": kv_segment, "latent": latent, "longrope": longrope}
-            handle = hf(model, **options, sequence_parallel=shared)
+            handle = hf(model, kv_segment=kv_segment, latent=latent, longrope=longrope, sequence_parallel=shared)
             self._handles.append(handle)
             return handle
 
