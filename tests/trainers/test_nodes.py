@@ -183,10 +183,16 @@ def test_verls_replica_of_two_nodes_and_what_it_is_asked_over_http(nodes, one):
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as metrics:
         assert b"vexact_generated_tokens_total" in metrics.read()
     assert post(address, "/pause", {})[0] == 403, "what controls the engine is not for everybody"
+
+    def decoded():
+        return ray.get(server.__ray_call__.remote(lambda self: self.engine.stats.decode_tokens))
+
     # While verl has ended its requests, nobody else's are begun
+    before = decoded()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(post, address, "/v1/chat/completions", {**chat, "max_tokens": 200, "ignore_eos": True})
-        while not ray.get(server.__ray_call__.remote(lambda self: self.http.active)):
+        while decoded() == before:  # one that had not begun would be told to come again
+            assert not running.done()
             time.sleep(0.02)
         asyncio.run(replica.abort_all_requests())
         status, found = running.result(60)
