@@ -447,6 +447,15 @@ def test_an_engine_that_cannot_be_made_says_why(models):
         launch(options(models("Qwen3"), max_prompt_tokens=3, ranks=2))
 
 
+@pytest.mark.parametrize("side", ["aligned", "stock"])
+def test_a_run_that_diverges_says_so_and_keeps_its_record(models, capsys, tmp_path, side):
+    record = tmp_path / "record.jsonl"
+    more = ["--learning-rate", "1e30", "--mini-batches", "2", "--sides", side, "--record", str(record)]
+    assert cli.main(argv(models("Qwen3"), *more)) == 2
+    assert f"recipe: {side}: the gradient's norm is nan: training has diverged" in capsys.readouterr().err
+    assert [json.loads(line)["kind"] for line in record.read_text().splitlines()[1:]] == ["parameters"]
+
+
 def test_lines_on_a_terminal_have_colours():
     import io
 

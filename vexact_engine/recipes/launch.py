@@ -24,13 +24,14 @@ from . import tasks
 from .checkpoint import Saving
 from .grpo import ALIGNED, Report, Run, run
 from .options import SMOLLM2, Options
+from .trainer import Diverged
 
 
 class ProcessDied(RuntimeError):
     """A trainer's process has ended before its time."""
 
 
-_KNOWN = (ValueError, TypeError, OSError, ModuleNotFoundError, ReplicaDied, HandoverFailed, LogprobsDiffer)
+_KNOWN = (ValueError, TypeError, OSError, ModuleNotFoundError, ReplicaDied, HandoverFailed, LogprobsDiffer, Diverged)
 _KNOWN = {known.__name__: known for known in _KNOWN}
 _LAST_WORDS = 3.0  # seconds in which one who has failed for another's end may be told from that one
 

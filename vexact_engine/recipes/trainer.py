@@ -1,6 +1,7 @@
 """The trainer: a Hugging Face model with fp32 masters, on aligned ops or as it comes; on several ranks under FSDP2."""
 
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from .masters import Masters
 from .options import SEQUENCES, Options
 
 FORWARD_TOKENS = 8192  # of a forward, about: of few rows a GPU's kernels are through before others are called
+
+
+class Diverged(RuntimeError):
+    """A gradient is no finite number, and the weights after it are of no use."""
 
 
 @dataclass
@@ -169,6 +174,7 @@ class Trainer:
 
         tokens    of each mini-batch on all ranks together: a token weighs the same wherever it is
         returns   gradient norm of the last mini-batch, and how many weights, as the engine will hold them, have moved
+        raises    Diverged
         """
         before = list(self._rounded())
         size, seen = len(samples) // self.options.mini_batches, []
@@ -190,8 +196,14 @@ class Trainer:
                 sample.new, sample.entropy = values
         moved = sum((now != old).sum() for now, old in zip(self._rounded(), before))
         dist.all_reduce(moved, group=self._mesh.get_group())
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return {"grad_norm": norm.item(), "moved": moved.item() / sum(p.numel() for p in self._parameters)}
+        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        if not math.isfinite(norm):
+            side = "aligned" if self.aligned else "stock"
+            raise Diverged(
+                f"recipe: {side}: the gradient's norm is {norm}: training has diverged, and what was saved before this "
+                f"step is the last that can be used. Expected: a lower learning_rate than {self.options.learning_rate}"
+            )
+        return {"grad_norm": norm, "moved": moved.item() / sum(p.numel() for p in self._parameters)}
 
     def _rounded(self) -> Iterator[Tensor]:
         """Copies of this rank's part of each weight, as the engine will hold it."""

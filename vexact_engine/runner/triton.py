@@ -21,6 +21,10 @@ def _early(device: torch.device) -> dict:
     return {"PDL": True, "launch_pdl": True}
 
 
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def _on(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -107,7 +111,7 @@ def receive(host: Tensor, words: Tensor, table: Tensor, first: int, end: int, pa
     """words[first:end] = host[first:end]. Behind these `host` has so many places of `table` as one row, and as int32
     what goes there. It is memory of the host, pinned."""
     with _on(words.device):
-        _receive_kernel[(triton.cdiv(max(end - first, pages), 256),)](
+        _receive_kernel[(_cdiv(max(end - first, pages), 256),)](
             host, words, table, first, end - first, pages, BLOCK=256, num_warps=4, **_early(words.device)
         )
 
@@ -122,7 +126,7 @@ def inputs(
     size = 0 if embedding is None else embedding.shape[1]
     embedded = embedding.new_empty(tokens, size) if size else None
     with _on(words.device):
-        _inputs_kernel[(max(tokens, sequences), triton.cdiv(max(width, size), 1024))](
+        _inputs_kernel[(max(tokens, sequences), _cdiv(max(width, size), 1024))](
             words, sources, ids, embedding, embedded, slots, table, pages, tokens, sequences, width,
             size and embedding.stride(0), table.stride(0), WIDTH=size, BLOCK=1024, num_warps=4,
             **_early(words.device),
@@ -135,7 +139,7 @@ def windowed(beside: Tensor, places: Tensor, table: Tensor, page_size: int) -> t
     own_places, own_table = torch.empty_like(places), torch.empty_like(table)
     tokens, entries = places.numel(), table.numel()
     with _on(places.device):
-        _windowed_kernel[(triton.cdiv(max(tokens, entries), 512),)](
+        _windowed_kernel[(_cdiv(max(tokens, entries), 512),)](
             beside, places, table, own_places, own_table, tokens, entries, PAGE=page_size, BLOCK=512, num_warps=4,
             **_early(places.device),
         )  # fmt: skip
@@ -146,7 +150,7 @@ def take(source: Tensor, rows: Tensor, target: Tensor) -> None:
     """target[:] = source[rows]; both contiguous."""
     width = source.shape[1]
     with _on(source.device):
-        _take_kernel[(len(rows), triton.cdiv(width, 1024))](
+        _take_kernel[(len(rows), _cdiv(width, 1024))](
             source, rows, target, WIDTH=width, BLOCK=1024, num_warps=4, **_early(source.device)
         )
 
@@ -155,6 +159,6 @@ def keep(slots: Tensor, ids: Tensor, values: Tensor, raw_values: Tensor, last: T
     """last[slots] = ids; and where `address` says, the bytes of ids, values and raw values."""
     rows = len(ids)
     with _on(ids.device):
-        _keep_kernel[(triton.cdiv(rows, 128),)](
+        _keep_kernel[(_cdiv(rows, 128),)](
             slots, ids, values, raw_values, last, address, rows, BLOCK=128, num_warps=4, **_early(ids.device)
         )

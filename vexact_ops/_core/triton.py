@@ -119,7 +119,17 @@ def copy_rows(x: Tensor, y: Tensor) -> None:
     there too."""
     rows, n = x.shape
     with on(x):
-        _copy_kernel[rows, triton.cdiv(n, 2048)](x, y, n, x.stride(0), y.stride(0), BLOCK=2048, **OPTIONS, **early(x))
+        _copy_kernel[rows, cdiv(n, 2048)](x, y, n, x.stride(0), y.stride(0), BLOCK=2048, **OPTIONS, **early(x))
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own, which serves kernels too, takes the host as long as half a launch."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not less than n; 1 for n of 0."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def block(n: int, what: str, *, least: int = 16, most: int = 1 << 14) -> int:
@@ -127,12 +137,12 @@ def block(n: int, what: str, *, least: int = 16, most: int = 1 << 14) -> int:
     Beyond `most` a kernel that does not loop would leave the rest out, so that is an error; what: "op: size"."""
     if n > most:
         raise ValueError(f"{what}: got {n}, expected at most {most}: the Triton kernel takes no more of it at once")
-    return max(triton.next_power_of_2(n), least)
+    return max(next_power_of_2(n), least)
 
 
 def chunk(n: int, most: int, *, least: int = 16) -> int:
     """The power of two that holds n, or `most` (a power of two too) where n is more: for kernels that loop."""
-    return min(max(triton.next_power_of_2(n), least), most)
+    return min(max(next_power_of_2(n), least), most)
 
 
 def tree_sum_ref(x: Tensor, width: int) -> Tensor:
@@ -280,9 +290,9 @@ def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(n, dtype=dtype, device=x.device)
     with on(x):
         while True:
-            parts = triton.cdiv(rows, 64)
+            parts = cdiv(rows, 64)
             y = torch.empty(parts, n, dtype=torch.float32 if parts > 1 else dtype, device=x.device)
-            _sum_rows_kernel[(parts, triton.cdiv(n, 64))](
+            _sum_rows_kernel[(parts, cdiv(n, 64))](
                 x, y, rows, n, x.stride(0), ROWS=64, COLUMNS=64, num_warps=4, **OPTIONS
             )
             if parts == 1:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, chunk, exp, fold_sum, log, on, sum_rows, tanh
+from .._core.triton import OPTIONS, block, cdiv, chunk, exp, fold_sum, log, on, sum_rows, tanh
 
 KEY_BLOCK = 64  # where the running maximum may move, and where a segment may end
 SEQUENCES = 1024  # that a tile looks through at a time for the one it belongs to; no bit depends on it
@@ -595,7 +595,7 @@ def _constants(q: Tensor, hk: int, dv: int, softcap, scale: float) -> tuple[dict
 def _tiles(steps: int, rows: int, tile: int, sequences: int) -> int:
     """The most tiles that any cut of so many steps, of `rows` rows each, has: a sequence that is not empty may end in a
     tile that is not full."""
-    return triton.cdiv(steps * rows, tile) + min(steps, sequences)
+    return cdiv(steps * rows, tile) + min(steps, sequences)
 
 
 def _forward(
@@ -671,7 +671,7 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
     with on(q):
         if rows:
             height = max(1, 4096 // constants["DVP"])
-            _delta_kernel[(triton.cdiv(rows, height),)](
+            _delta_kernel[(cdiv(rows, height),)](
                 out, dout, delta, rows, DV=dv, DVP=constants["DVP"], ROWS=height, num_warps=4, **OPTIONS
             )
             tiles = _tiles(tokens, group, tile, sequences)
@@ -691,7 +691,7 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
                 )  # fmt: skip
         if sinks is not None and rows:
             parts = torch.empty_like(lse)
-            _dsinks_kernel[(triton.cdiv(rows, 1024),)](
+            _dsinks_kernel[(cdiv(rows, 1024),)](
                 sinks, lse, delta, parts, rows, HEADS=heads, BLOCK=1024, BASE_2=base_2, num_warps=4, **OPTIONS
             )
             dsinks = sum_rows(parts, torch.float32)

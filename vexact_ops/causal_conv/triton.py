@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, on, sum_rows
+from .._core.triton import OPTIONS, cdiv, next_power_of_2, on, sum_rows
 from ..silu_mul.triton import gate_slope, sigmoid
 
 SEQUENCES = 128  # looked through at a time; no bit depends on it
@@ -17,7 +17,7 @@ PER_CALL = ["tokens", "sequences", "slot_count"]
 
 def _tile(tokens: int, channels: int) -> dict:
     """An element depends on its own inputs in one order, so the tile may look at the rows."""
-    columns = 128 if channels >= 128 else triton.next_power_of_2(max(channels, 16))
+    columns = 128 if channels >= 128 else next_power_of_2(max(channels, 16))
     return {"ROWS": 16 if tokens >= 256 else 1, "BLOCK": columns, "num_warps": 4 if tokens >= 256 else 1}
 
 
@@ -192,7 +192,7 @@ def _launch(x, weight, bias, out, offsets, taps, slots, lens, silu) -> None:
     if x.numel() == 0:
         return
     tile, ring = _tile(tokens, channels), 0 if taps is None else taps.shape[1]
-    grid = triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(channels, tile["BLOCK"])
+    grid = cdiv(tokens, tile["ROWS"]), cdiv(channels, tile["BLOCK"])
     _fwd_kernel[grid](
         x, weight, weight if bias is None else bias, out, offsets,
         x if taps is None else taps, offsets if slots is None else slots, offsets if lens is None else lens,
@@ -221,8 +221,8 @@ def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, silu) ->
         return y
     with on(x):
         _launch(x, weight.contiguous(), _flat(bias), y, cu_seqlens_q, taps, slots, context_lens, silu)
-        block = 512 if channels >= 512 else triton.next_power_of_2(max(channels, 16))
-        _store_kernel[slots.shape[0], triton.cdiv(channels, block)](
+        block = 512 if channels >= 512 else next_power_of_2(max(channels, 16))
+        _store_kernel[slots.shape[0], cdiv(channels, block)](
             x, cu_seqlens_q, taps, slots, context_lens, tokens, slots.shape[0], taps.shape[0], x.stride(0),
             taps.stride(0), D=channels, RING=taps.shape[1], BLOCK=block, num_warps=4, **OPTIONS,
         )  # fmt: skip
@@ -235,10 +235,10 @@ def varlen_bwd(dy, x, weight, bias, cu_seqlens, silu):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return dx, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
-    parts = torch.empty(triton.cdiv(tokens, 64), (width + 1) * channels, dtype=torch.float32, device=x.device)
-    block = min(triton.next_power_of_2(max(channels, 16)), 512)
+    parts = torch.empty(cdiv(tokens, 64), (width + 1) * channels, dtype=torch.float32, device=x.device)
+    block = min(next_power_of_2(max(channels, 16)), 512)
     with on(x):
-        _bwd_kernel[parts.shape[0], triton.cdiv(channels, block)](
+        _bwd_kernel[parts.shape[0], cdiv(channels, block)](
             dy, x, weight, weight if bias is None else bias.contiguous(), dx, parts, cu_seqlens, tokens,
             cu_seqlens.shape[0] - 1, x.stride(0), D=channels, W=width, BIAS=bias is not None, SILU=silu, ROWS=64,
             BLOCK=block, SEQUENCES=SEQUENCES, num_warps=4, **OPTIONS,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, chunk, on, tree_sum
+from .._core.triton import OPTIONS, cdiv, chunk, on, tree_sum
 from ..grouped_linear.triton import grouped_linear_dweight, grouped_linear_dx, grouped_linear_fwd
 from ..silu_mul.triton import gate_slope, sigmoid, silu_mul_fwd
 from . import swiglu
@@ -111,7 +111,7 @@ def _combine(
     if out.numel():
         size = chunk(n, 1024)
         with on(y):
-            _combine_kernel[(tokens, triton.cdiv(n, size))](
+            _combine_kernel[(tokens, cdiv(n, size))](
                 y, position, y if weights is None else weights, y if bias is None else bias,
                 position if ids is None else ids, out, n, TOP_K=position.shape[0] // tokens,
                 WEIGHTS=weights is not None, BIAS=bias is not None, BLOCK=size, num_warps=4, **OPTIONS,
@@ -236,7 +236,7 @@ def swiglu_fwd(h: Tensor, bias: Tensor, ids: Tensor, order: Tensor, offsets: Ten
     if a.numel():
         size = chunk(a.shape[1], 1024)
         with on(h):
-            _swiglu_fwd_kernel[(h.shape[0], triton.cdiv(a.shape[1], size))](
+            _swiglu_fwd_kernel[(h.shape[0], cdiv(a.shape[1], size))](
                 h, bias, ids, order, offsets, a, a.shape[1], bias.shape[0], BLOCK=size, num_warps=4, **OPTIONS
             )
     return a

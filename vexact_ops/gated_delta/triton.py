@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._core import gpu
-from .._core.triton import OPTIONS, block, exp_down, exp_term, fold_sum, on
+from .._core.triton import OPTIONS, block, cdiv, exp_down, exp_term, fold_sum, on
 from .op import CHUNK
 from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
@@ -466,7 +466,7 @@ def chunks(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final=Fal
     states = torch.empty((tokens // CHUNK + batch + 1, *plane), dtype=torch.float32, device=device) if keep else None
     us = torch.empty(v.shape, dtype=torch.float32, device=device) if keep else None
     if batch and (tokens or final):
-        grid = triton.cdiv(v.shape[2], size["BV"]), v.shape[1], batch
+        grid = cdiv(v.shape[2], size["BV"]), v.shape[1], batch
         with on(q):
             _chunks_kernel[grid](
                 q, k, v, g, beta, out, cu_seqlens, g if initial_state is None else initial_state,
@@ -491,7 +491,7 @@ def varlen_bwd(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale,
 def paged_chunks(q, k, v, g, beta, slots: Slots, slot_count: int, cu_seqlens_q, scale, l2norm, out) -> None:
     """Sequences with more than one row in the call; others are left alone."""
     tokens, batch, size = q.shape[0], cu_seqlens_q.shape[0] - 1, sizes(q, v, l2norm)
-    grid = triton.cdiv(v.shape[2], size["BV"]), v.shape[1], batch
+    grid = cdiv(v.shape[2], size["BV"]), v.shape[1], batch
     strides = strides_of(q, k, v)
     with on(q):
         _chunks_kernel[grid](
@@ -516,7 +516,7 @@ def paged_tokens(q, k, v, g, beta, slots: Slots, slot_count: int, cu_seqlens_q, 
     tokens, batch, size = q.shape[0], cu_seqlens_q.shape[0] - 1, sizes(q, v, l2norm)
     chunked = size["TF"] and q.is_cuda and gpu.sm90(q.device)
     wide = chunked and size["DKP"] > 128
-    grid = triton.cdiv(v.shape[2], size["BV"]), v.shape[1], batch
+    grid = cdiv(v.shape[2], size["BV"]), v.shape[1], batch
     with on(q):
         _token_kernel[grid](
             q, k, v, g, beta, out, cu_seqlens_q, slots, tokens, batch, slot_count, strides_of(q, k, v), scale,

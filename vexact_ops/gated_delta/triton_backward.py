@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._core.triton import OPTIONS, fold_sum, on
+from .._core.triton import OPTIONS, cdiv, fold_sum, next_power_of_2, on
 from .op import CHUNK
 from .triton import (
     PER_CALL,
@@ -327,13 +327,13 @@ def backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l
         return out_q, out_k, out_v, out_g, out_beta, dinitial
     states, us = kept or chunks(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, keep=True)
     dstates, ws = torch.empty_like(states), torch.empty_like(us)
-    columns = min(triton.next_power_of_2(max(dv, 16)), 64)  # of a program that makes gradients
-    blocks, deep = triton.cdiv(dv, columns), min(size["DKP"], 64)
+    columns = min(next_power_of_2(max(dv, 16)), 64)  # of a program that makes gradients
+    blocks, deep = cdiv(dv, columns), min(size["DKP"], 64)
     parts_q, parts_k = (torch.empty((blocks, tokens, hv, dk), dtype=torch.float32, **new) for _ in "qk")
     parts_g, parts_beta = (torch.empty((blocks, tokens, hv), dtype=torch.float32, **new) for _ in "gb")
     options, strides = {"num_warps": 8, "num_stages": 1, **OPTIONS}, strides_of(q, k, v)
     with on(q):
-        _scan_kernel[triton.cdiv(dv, size["BV"]), hv, batch](
+        _scan_kernel[cdiv(dv, size["BV"]), hv, batch](
             dout, g if dfinal is None else dfinal, q, k, g, beta, cu_seqlens, dstates, ws,
             g if dinitial is None else dinitial, tokens, batch, strides, scale,
             DB=deep, FINAL=dfinal is not None, INITIAL=dinitial is not None, **size, **options,
@@ -345,11 +345,11 @@ def backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l
         if tokens:
             shared = {name: size[name] for name in ("HK", "HV", "DK", "DKP", "L2NORM")}
             for x, parts, out in ((q, parts_q, out_q), (k, parts_k, out_k)):
-                _keys_kernel[triton.cdiv(tokens, 8), hk](
+                _keys_kernel[cdiv(tokens, 8), hk](
                     x, parts, out, tokens, x.stride(0), x.stride(1), PARTS=blocks, ROWS=8, num_warps=4, **shared,
                     **OPTIONS,
                 )  # fmt: skip
             for parts, out in ((parts_g, out_g), (parts_beta, out_beta)):
                 count = out.numel()
-                _gates_kernel[(triton.cdiv(count, 512),)](parts, out, count, PARTS=blocks, BLOCK=512, **OPTIONS)
+                _gates_kernel[(cdiv(count, 512),)](parts, out, count, PARTS=blocks, BLOCK=512, **OPTIONS)
     return out_q, out_k, out_v, out_g, out_beta, dinitial

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, exp, exp_down, log, on, sum_rows, tree_sum
+from .._core.triton import OPTIONS, block, cdiv, exp, exp_down, log, on, sum_rows, tree_sum
 from ..silu_mul.triton import sigmoid
 
 
@@ -66,7 +66,7 @@ def _heads(a: Tensor) -> dict:
 def delta_gates_fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, g: Tensor, beta: Tensor) -> None:
     if a.numel():
         with on(a):
-            _fwd_kernel[(triton.cdiv(a.shape[0], 4),)](
+            _fwd_kernel[(cdiv(a.shape[0], 4),)](
                 a, b, a_log, dt_bias, g, beta, a.shape[0], a.stride(0), b.stride(0), ROWS=4, **_heads(a), **OPTIONS
             )
 
@@ -76,7 +76,7 @@ def delta_gates_bwd(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tens
     da, db = a.new_empty(a.shape), b.new_empty(b.shape)
     if rows == 0:
         return da, db, torch.zeros_like(a_log), torch.zeros_like(dt_bias)
-    parts = torch.empty(triton.cdiv(rows, 64), 2 * heads, dtype=torch.float32, device=a.device)
+    parts = torch.empty(cdiv(rows, 64), 2 * heads, dtype=torch.float32, device=a.device)
     with on(a):
         _bwd_kernel[(parts.shape[0],)](
             dg, dbeta, a, b, a_log, dt_bias, da, db, parts, rows, a.stride(0), b.stride(0),

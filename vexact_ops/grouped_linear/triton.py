@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, on
+from .._core.triton import OPTIONS, cdiv, next_power_of_2, on
 from ..linear.triton import TILES, accumulate
 
 
@@ -112,10 +112,10 @@ def _rows(a: Tensor, b: Tensor, offsets: Tensor, order: Tensor | None, top_k: in
     tile = TILES[a.element_size()]
     tiles = min(rows, rows // tile["BM"] + experts + 1)  # a group has at most one tile that is not full
     with on(a):
-        _rows_kernel[(tiles * triton.cdiv(columns, tile["BN"]),)](
+        _rows_kernel[(tiles * cdiv(columns, tile["BN"]),)](
             a, b, out, offsets, offsets if order is None else order, rows, columns, depth, experts, top_k, tiles,
             Strides(a.stride(0), *b.stride()), GATHER=order is not None, EVEN_K=depth % tile["BK"] == 0,
-            EP=triton.next_power_of_2(experts + 1), **tile, **OPTIONS,
+            EP=next_power_of_2(experts + 1), **tile, **OPTIONS,
         )  # fmt: skip
     return out
 
@@ -141,7 +141,7 @@ def grouped_linear_dweight(
     if dweight.numel() == 0:
         return dweight
     tile = TILES[dy.element_size()]
-    tiles = triton.cdiv(columns, tile["BM"]) * triton.cdiv(x.shape[1], tile["BN"])
+    tiles = cdiv(columns, tile["BM"]) * cdiv(x.shape[1], tile["BN"])
     rows = dy.shape[0] if order is None else order.shape[0]
     with on(dy):
         _sums_kernel[(experts * tiles,)](

@@ -1,15 +1,18 @@
 """The Triton kernels. A program holds whole rows; rows wider than WIDEST are read three times, block by block."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin_beside, chunk, early, on, sum_rows, tree_sum
+from .._core.triton import OPTIONS, begin_beside, cdiv, chunk, early, on, sum_rows, tree_sum
 
 WIDEST = 16384
 
 
+@functools.cache
 def _tile(n: int) -> dict:
     """Rows and columns of a program, from n alone."""
     columns = chunk(n, WIDEST)
@@ -146,7 +149,7 @@ def layer_norm_fwd(
     tile = _tile(n)
     if rows:
         with on(x):
-            _fwd_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+            _fwd_kernel[(cdiv(rows, tile["ROWS"]),)](
                 x, *(x if t is None else t for t in (weight, bias, residual)), y,
                 y if new_residual is None else new_residual, mean, rstd, rows, x.stride(0),
                 0 if residual is None else residual.stride(0), eps,
@@ -174,13 +177,13 @@ def layer_norm_bwd(
         return
     tile = _tile(n)
     with on(x):
-        _dx_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        _dx_kernel[(cdiv(rows, tile["ROWS"]),)](
             dy, dy if dnew_residual is None else dnew_residual, x, x if weight is None else weight, mean, rstd, dx,
             rows, RESIDUAL=dnew_residual is not None, WEIGHT=weight is not None, N=n, **tile,
         )  # fmt: skip
         if dweight is not None:
-            parts = torch.empty(triton.cdiv(rows, 64), n, dtype=torch.float32, device=x.device)
-            _dweight_kernel[(parts.shape[0], triton.cdiv(n, 64))](
+            parts = torch.empty(cdiv(rows, 64), n, dtype=torch.float32, device=x.device)
+            _dweight_kernel[(parts.shape[0], cdiv(n, 64))](
                 dy, x, mean, rstd, parts, rows, N=n, ROWS=64, COLUMNS=64, num_warps=4, **OPTIONS
             )
             dweight.copy_(sum_rows(parts, dweight.dtype))

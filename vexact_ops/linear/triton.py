@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, on, sum_rows
+from .._core.triton import OPTIONS, cdiv, on, sum_rows
 
 # The tile may not follow the number of rows, unless another one was proven equal for these sizes on this machine.
 TILES = {
@@ -88,7 +88,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, *, res
     tile = tile or TILES[max(a.element_size(), b.element_size())]
     kernel = _one_deep_kernel if depth == 1 else _matmul_kernel
     with on(a):
-        kernel[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, tile["BN"]),)](
+        kernel[(cdiv(rows, tile["BM"]) * cdiv(columns, tile["BN"]),)](
             a, b, out, a if bias is None else bias, rows, columns, depth, *a.stride(), *b.stride(), out.stride(0),
             BIAS=bias is not None, CONTINUE=resume, WIDE=a.dtype != b.dtype, EVEN_K=depth % tile["BK"] == 0,
             **tile, **OPTIONS,
@@ -117,7 +117,7 @@ def bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     if out.numel() == 0:
         return out
     tile = TILES[max(a.element_size(), b.element_size())]
-    tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, tile["BN"])
+    tiles = cdiv(rows, tile["BM"]) * cdiv(columns, tile["BN"])
     with on(a):
         for x, y, z in zip(*(t.split(65535) for t in (a, b, out))):  # what a grid takes in its second dimension
             _bmm_kernel[(tiles, x.shape[0])](

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, exp, exp_term, log, on, tanh, tree_sum
+from .._core.triton import OPTIONS, cdiv, exp, exp_term, log, on, tanh, tree_sum
 from ..linear.triton import accumulate, matmul, place
 from ..log_softmax.triton import LSE_BLOCK, join_blocks, joined, load_blocks, log_prob, origin, reduce_blocks
 
@@ -280,7 +280,7 @@ def _head(hidden: Tensor, weight: Tensor, temperature: Tensor, softcap: float) -
 
 
 def _grid(tokens: int, columns: int, tile: dict) -> tuple[int]:
-    return (triton.cdiv(tokens, tile["BM"]) * triton.cdiv(columns, tile["BN"]),)
+    return (cdiv(tokens, tile["BM"]) * cdiv(columns, tile["BN"]),)
 
 
 def reduce_tokens(
@@ -288,7 +288,7 @@ def reduce_tokens(
 ) -> None:
     """Log-probabilities, entropies (or None) and log-sum-exps of tokens, from `first` on, from the sums of their
     blocks; zeros from the live-th token on, where that is given."""
-    blocks = triton.cdiv(vocabulary, LSE_BLOCK)
+    blocks = cdiv(vocabulary, LSE_BLOCK)
     with on(parts):
         _tokens_kernel[(logprob.shape[0],)](
             parts, target_logit, target, temperature, target if live is None else live, logprob,
@@ -314,7 +314,7 @@ def linear_logprobs_fwd(
 
     logprob, lse = new(tokens), new(tokens, 2)
     entropy = new(tokens) if want_entropy else None
-    blocks, tile = triton.cdiv(vocabulary, LSE_BLOCK), _head(hidden, weight, temperature, softcap)
+    blocks, tile = cdiv(vocabulary, LSE_BLOCK), _head(hidden, weight, temperature, softcap)
     parts, target_logit = new(min(tokens, FWD_TOKENS), 3 if want_entropy else 2, blocks), new(min(tokens, FWD_TOKENS))
     for first in range(0, tokens, FWD_TOKENS):
         chunk = slice(first, first + FWD_TOKENS)
@@ -455,7 +455,7 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.numel():
         with on(x):
-            _scaled_kernel[(triton.cdiv(x.numel(), 4096),)](x, factor, y, x.numel(), BLOCK=4096, num_warps=8, **OPTIONS)
+            _scaled_kernel[(cdiv(x.numel(), 4096),)](x, factor, y, x.numel(), BLOCK=4096, num_warps=8, **OPTIONS)
     return y
 
 
@@ -468,7 +468,7 @@ def compact(hidden: Tensor, target: Tensor, ignored: int, last: Tensor, vocabula
     if tokens == 0:
         return hidden_out, target_out
     with on(hidden):
-        _compact_kernel[(tokens, max(1, triton.cdiv(width, 1024)))](
+        _compact_kernel[(tokens, max(1, cdiv(width, 1024)))](
             hidden, target, last, hidden_out, target_out, ignored, tokens, vocabulary, width, hidden.stride(0),
             BLOCK=1024, num_warps=4, **OPTIONS,
         )  # fmt: skip
@@ -481,7 +481,7 @@ def spread(x: Tensor, target: Tensor, ignored: int, last: Tensor, factor: Tensor
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.numel():
         with on(x):
-            _spread_kernel[(x.shape[0], triton.cdiv(x.shape[1], 1024))](
+            _spread_kernel[(x.shape[0], cdiv(x.shape[1], 1024))](
                 x, target, last, factor, y, ignored, x.shape[1], BLOCK=1024, num_warps=4, **OPTIONS
             )
     return y
@@ -491,7 +491,7 @@ def _softcap(x: Tensor, dy: Tensor | None, cap: float) -> Tensor:
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if y.numel():
         with on(x):
-            _softcap_kernel[(x.shape[0], triton.cdiv(x.shape[1], 1024))](
+            _softcap_kernel[(x.shape[0], cdiv(x.shape[1], 1024))](
                 x, x if dy is None else dy, y, x.shape[1], x.stride(0), 0 if dy is None else dy.stride(0), cap,
                 BACKWARD=dy is not None, BLOCK=1024, num_warps=4, **OPTIONS,
             )  # fmt: skip

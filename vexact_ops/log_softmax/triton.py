@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, chunk, early, exp, exp_down, exp_term, log, on, tree_sum
+from .._core.triton import OPTIONS, begin, cdiv, chunk, early, exp, exp_down, exp_term, log, on, tree_sum
 
 LSE_BLOCK = 128
 TILE = 32  # blocks that a program takes of a row
@@ -151,32 +151,28 @@ def log_softmax_fwd(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, n = x.shape
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     lse = torch.empty(rows, 2, dtype=torch.float32, device=x.device)
-    blocks = triton.cdiv(n, LSE_BLOCK)
+    blocks = cdiv(n, LSE_BLOCK)
     parts = torch.empty(rows, 2, blocks, dtype=torch.float32, device=x.device)
     options = {**OPTIONS, **early(x)}
     if rows:
         with on(x):
-            _blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
+            _blocks_kernel[(rows, cdiv(blocks, TILE))](
                 x, parts, n, blocks, x.stride(0), TILE=TILE, num_warps=4, **options
             )
             _join_kernel[(rows,)](parts, lse, blocks, **joined(blocks), num_warps=4, **options)
-            _fwd_kernel[(rows, triton.cdiv(n, COLUMNS))](
-                x, lse, y, n, x.stride(0), COLUMNS=COLUMNS, num_warps=4, **options
-            )
+            _fwd_kernel[(rows, cdiv(n, COLUMNS))](x, lse, y, n, x.stride(0), COLUMNS=COLUMNS, num_warps=4, **options)
     return y, lse
 
 
 def log_softmax_bwd(dy: Tensor, x: Tensor, lse: Tensor) -> Tensor:
     rows, n = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    blocks = triton.cdiv(n, LSE_BLOCK)
+    blocks = cdiv(n, LSE_BLOCK)
     parts = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
     if rows:
         with on(x):
-            _dy_blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
-                dy, parts, n, blocks, TILE=TILE, num_warps=4, **OPTIONS
-            )
-            _bwd_kernel[(rows, triton.cdiv(n, COLUMNS))](
+            _dy_blocks_kernel[(rows, cdiv(blocks, TILE))](dy, parts, n, blocks, TILE=TILE, num_warps=4, **OPTIONS)
+            _bwd_kernel[(rows, cdiv(n, COLUMNS))](
                 dy, x, lse, parts, dx, n, blocks, x.stride(0), COLUMNS=COLUMNS, **joined(blocks), num_warps=4, **OPTIONS
             )
     return dx

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, chunk, on, tree_sum
+from .._core.triton import OPTIONS, cdiv, chunk, on, tree_sum
 
 WIDEST = 8192
 
@@ -29,9 +29,9 @@ def mean_fwd(x: Tensor, divisor: float) -> Tensor:
     with on(x):
         while True:
             columns = chunk(n, WIDEST)
-            parts, height = triton.cdiv(n, columns), max(1, 2048 // columns)
+            parts, height = cdiv(n, columns), max(1, 2048 // columns)
             y = torch.empty(rows, parts, dtype=dtype if parts == 1 else torch.float32, device=x.device)
-            _sum_kernel[(triton.cdiv(rows, height), parts)](
+            _sum_kernel[(cdiv(rows, height), parts)](
                 x, y, rows, n, x.stride(0), parts, divisor, LAST=parts == 1, ROWS=height, BLOCK=columns,
                 num_warps=4, **OPTIONS,
             )  # fmt: skip

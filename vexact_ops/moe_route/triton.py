@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, early, exp, on, tree_sum
+from .._core.triton import OPTIONS, begin, early, exp, next_power_of_2, on, tree_sum
 
 LOWEST = tl.constexpr(-(2**31))  # below the key of every number
 NOBODY = tl.constexpr(2**31 - 1)
@@ -149,8 +149,8 @@ def moe_route_fwd(
             _fwd_kernel[(rows,)](
                 logits, logits if bias is None else bias, weights, ids, scale, logits.stride(0), experts, count,
                 experts // count, top_groups, TOP_K=top_k, SIGMOID=sigmoid, NORMALIZE=normalize, BIAS=bias is not None,
-                GROUPS=groups > 0, P=triton.next_power_of_2(experts), GP=triton.next_power_of_2(count),
-                SP=triton.next_power_of_2(experts // count), KP=triton.next_power_of_2(top_k),
+                GROUPS=groups > 0, P=next_power_of_2(experts), GP=next_power_of_2(count),
+                SP=next_power_of_2(experts // count), KP=next_power_of_2(top_k),
                 ROUNDED=_ROUNDED[rounded], num_warps=1 if experts <= 256 else 4, **OPTIONS, **early(logits),
             )  # fmt: skip
     return weights, ids
@@ -165,7 +165,7 @@ def moe_route_bwd(
         with on(logits):
             _bwd_kernel[(rows,)](
                 dweights, logits, weights, ids, dlogits, scale, logits.stride(0), experts, TOP_K=ids.shape[1],
-                SIGMOID=sigmoid, NORMALIZE=normalize, P=triton.next_power_of_2(experts),
+                SIGMOID=sigmoid, NORMALIZE=normalize, P=next_power_of_2(experts),
                 num_warps=1 if experts <= 256 else 4, **OPTIONS,
             )  # fmt: skip
     return dlogits

@@ -1,16 +1,19 @@
 """The Triton kernels. A program holds whole rows; rows wider than WIDEST are read twice, block by block."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin_beside, chunk, early, on, sum_rows, tree_sum
+from .._core.triton import OPTIONS, begin_beside, cdiv, chunk, early, on, sum_rows, tree_sum
 from ..silu_mul.triton import gate_slope, sigmoid
 
 WIDEST = 16384
 
 
+@functools.cache
 def _tile(n: int) -> dict:
     """Rows and columns of a program, from n alone."""
     columns = chunk(n, WIDEST)
@@ -119,7 +122,7 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, 
     tile = _tile(n)
     if rows:
         with on(x):
-            _fwd_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+            _fwd_kernel[(cdiv(rows, tile["ROWS"]),)](
                 x, weight, x if residual is None else residual, y, new_residual, rstd, rows, x.stride(0),
                 0 if residual is None else residual.stride(0), eps,
                 RESIDUAL=residual is not None, GEMMA=gemma, N=n, **tile, **early(x),
@@ -133,13 +136,13 @@ def rmsnorm_bwd(dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight: Ten
     if rows == 0:
         return dx, torch.zeros_like(weight)
     tile = _tile(n)
-    parts = torch.empty(triton.cdiv(rows, 64), n, dtype=torch.float32, device=x.device)
+    parts = torch.empty(cdiv(rows, 64), n, dtype=torch.float32, device=x.device)
     with on(x):
-        _dx_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        _dx_kernel[(cdiv(rows, tile["ROWS"]),)](
             dy, dy if dnew_residual is None else dnew_residual, x, weight, rstd, dx, rows,
             RESIDUAL=dnew_residual is not None, GEMMA=gemma, N=n, **tile,
         )  # fmt: skip
-        _dweight_kernel[(parts.shape[0], triton.cdiv(n, 64))](
+        _dweight_kernel[(parts.shape[0], cdiv(n, 64))](
             dy, x, rstd, parts, rows, GEMMA=gemma, N=n, ROWS=64, COLUMNS=64, num_warps=4, **OPTIONS
         )
     return dx, sum_rows(parts, weight.dtype)
@@ -214,7 +217,7 @@ def rmsnorm_gated_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, y: Te
     tile = _tile(n)
     if rows:
         with on(x):
-            _gated_fwd_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+            _gated_fwd_kernel[(cdiv(rows, tile["ROWS"]),)](
                 x, gate, weight, y, rstd, rows, x.stride(0), gate.stride(0), eps, N=n, **tile, **early(x)
             )
 
@@ -224,10 +227,10 @@ def rmsnorm_gated_bwd(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd:
     if rows == 0:
         return dx, dgate, torch.zeros_like(weight)
     tile = _tile(n)
-    parts = torch.empty(triton.cdiv(rows, 64), n, dtype=torch.float32, device=x.device)
+    parts = torch.empty(cdiv(rows, 64), n, dtype=torch.float32, device=x.device)
     with on(x):
-        _gated_bwd_kernel[(triton.cdiv(rows, tile["ROWS"]),)](dy, x, gate, weight, rstd, dx, dgate, rows, N=n, **tile)
-        _gated_dweight_kernel[(parts.shape[0], triton.cdiv(n, 64))](
+        _gated_bwd_kernel[(cdiv(rows, tile["ROWS"]),)](dy, x, gate, weight, rstd, dx, dgate, rows, N=n, **tile)
+        _gated_dweight_kernel[(parts.shape[0], cdiv(n, 64))](
             dy, x, gate, rstd, parts, rows, N=n, ROWS=64, COLUMNS=64, num_warps=4, **OPTIONS
         )
     return dx, dgate, sum_rows(parts, weight.dtype)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, begin_beside, block, chunk, early, on, tree_sum
+from .._core.triton import OPTIONS, begin, begin_beside, block, cdiv, chunk, early, on, tree_sum
 
 TWO_OVER_PI = tl.constexpr(float.fromhex("0x1.45f306dc9c883p-1"))
 HALF_PI = tl.constexpr(float.fromhex("0x1.921fb54442d18p+0"))
@@ -313,7 +313,7 @@ def _tile(tokens: int, q_heads: int, k_heads: int, half: int, blocks_of_k: int) 
     pairs, many = block(half, "rope: half of a rotary dimension"), tokens >= MANY
     most = max(1, (1024 if many else 512) // pairs)
     q, k = (chunk(heads, most, least=1) for heads in (q_heads, k_heads))
-    programs = 1 if many else triton.cdiv(q_heads, q) + blocks_of_k * triton.cdiv(k_heads, k)
+    programs = 1 if many else cdiv(q_heads, q) + blocks_of_k * cdiv(k_heads, k)
     tile = {"Q_HEADS": q, "K_HEADS": k, "PAIRS": pairs, "WHOLE": many, "num_warps": 4, **OPTIONS}
     return tile, (tokens, max(1, programs))
 
@@ -327,8 +327,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tran
     if tokens * (q_heads + k_heads) * dim:
         with on(q):
             _rope_kernel[grid](
-                q, k, cos, sin, q_out, k_out, q_heads, k_heads, triton.cdiv(q_heads, tile["Q_HEADS"]),
-                triton.cdiv(k_heads, tile["K_HEADS"]),
+                q, k, cos, sin, q_out, k_out, q_heads, k_heads, cdiv(q_heads, tile["Q_HEADS"]),
+                cdiv(k_heads, tile["K_HEADS"]),
                 Strides(*q.stride()[:2], *k.stride()[:2], cos.stride(0), sin.stride(0)),
                 D=dim, HALF=half, INTERLEAVED=interleaved, TRANSPOSE=transpose,
                 REST=block(dim - 2 * half, "rope: head dim beyond the rotary one"), **tile, **early(q),
@@ -349,7 +349,7 @@ def rope_kv_store(
         with on(q):
             _rope_kv_store_kernel[grid](
                 q, k, v, cos, sin, q_out, k_cache, v_cache, slots, pages * page_size, page_size, q_heads, k_heads,
-                triton.cdiv(q_heads, tile["Q_HEADS"]), triton.cdiv(k_heads, tile["K_HEADS"]),
+                cdiv(q_heads, tile["Q_HEADS"]), cdiv(k_heads, tile["K_HEADS"]),
                 StoreStrides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0)),
                 CacheStrides(*k_cache.stride()[:3], *v_cache.stride()[:3]), Norm(q_weight, k_weight, eps),
                 D=dim, DV=width, HALF=half, INTERLEAVED=interleaved, NORM=q_weight is not None, GEMMA=gemma,

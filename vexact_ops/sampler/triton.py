@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, Launch, begin, chunk, early, exp_term, launch, log, on
+from .._core.triton import OPTIONS, Launch, begin, cdiv, chunk, early, exp_term, launch, log, on
 from ..log_softmax.triton import LSE_BLOCK, TILE, join_blocks, joined, load_blocks, log_prob, reduce_blocks
 
 DRAWN = 16  # blocks that one program of the draw looks at
@@ -543,12 +543,12 @@ def blocks_of(logits: Tensor, temperature: Tensor) -> Tensor:
     """(R, 4, B) of (R, V) logits: their blocks' largest logit and sum of e^(logit - it), raw, and both at the
     temperature (raw where it is 0)."""
     (rows, n), device = logits.shape, logits.device
-    blocks = triton.cdiv(n, LSE_BLOCK)
+    blocks = cdiv(n, LSE_BLOCK)
     parts = torch.empty(rows, 4, blocks, dtype=torch.float32, device=device)
     none, all_of_it = torch.zeros(rows, dtype=torch.int64, device=device), torch.ones_like(temperature)
     if rows:
         with on(logits):
-            _blocks_kernel[(rows, triton.cdiv(blocks, TILE))](
+            _blocks_kernel[(rows, cdiv(blocks, TILE))](
                 logits, temperature, none, all_of_it, parts, none, n, blocks, logits.stride(0), TILE=TILE, num_warps=4,
                 **OPTIONS, **early(logits),
             )  # fmt: skip
@@ -566,8 +566,8 @@ def sample(
     ids, logprobs, raw_logprobs = new(rows, dtype=torch.int64), new(rows), new(rows)
     if rows == 0:
         return ids, logprobs, raw_logprobs
-    blocks, searched = triton.cdiv(n, LSE_BLOCK), triton.cdiv(n, SEARCH)
-    tiles = triton.cdiv(blocks, DRAWN)
+    blocks, searched = cdiv(n, LSE_BLOCK), cdiv(n, SEARCH)
+    tiles = cdiv(blocks, DRAWN)
     parts, lse = new(rows, 4, blocks), new(rows, 4)
     greedy, best = new(rows, dtype=torch.int64), new(rows, tiles, dtype=torch.int32)
     scores = new(rows, tiles, 2, dtype=torch.float64)
@@ -579,7 +579,7 @@ def sample(
     launches = [
         Launch(
             _blocks_kernel,
-            (rows, triton.cdiv(blocks, TILE)),
+            (rows, cdiv(blocks, TILE)),
             (logits, temperature, top_k, top_p, parts, sums, n, blocks, stride),
             {"TILE": TILE, "num_warps": 4, **options},
         ),

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, chunk, early, exp_down, on, tree_sum
+from .._core.triton import OPTIONS, begin, cdiv, chunk, early, exp_down, on, tree_sum
 
 SLOPE = tl.constexpr(1.5957691216)  # 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u) - 1
 CUBIC = tl.constexpr(0.044715)
@@ -94,7 +94,7 @@ def silu_mul_fwd(gate: Tensor, up: Tensor, gelu: bool, y: Tensor) -> None:
     if y.numel():
         tile = _tile(y, rows)
         with on(y):
-            _fwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
+            _fwd_kernel[(rows, cdiv(n, tile["BLOCK"]))](
                 gate, up, y, n, gate.stride(0), up.stride(0), GELU=gelu, **tile, **OPTIONS
             )
 
@@ -104,7 +104,7 @@ def silu_mul_bwd(dy: Tensor, gate: Tensor, up: Tensor, gelu: bool, dgate: Tensor
     if dy.numel():
         tile = _tile(dy, rows)
         with on(dy):
-            _bwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
+            _bwd_kernel[(rows, cdiv(n, tile["BLOCK"]))](
                 dy, gate, up, dgate, dup, n, *(t.stride(0) for t in (dy, gate, up, dgate, dup)),
                 GELU=gelu, **tile, **OPTIONS,
             )  # fmt: skip
@@ -158,7 +158,7 @@ def sigmoid_mul_fwd(x: Tensor, gate: Tensor, y: Tensor) -> None:
     if y.numel():
         tile = _tile(y, rows)
         with on(y):
-            _sigmoid_fwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
+            _sigmoid_fwd_kernel[(rows, cdiv(n, tile["BLOCK"]))](
                 x, gate, y, n, x.stride(0), gate.stride(0), EACH=_each(x, gate), **tile, **OPTIONS
             )
 
@@ -237,7 +237,7 @@ def gelu_fwd(x: Tensor, tanh: bool, y: Tensor) -> None:
     if y.numel():
         tile = _tile(y, rows)
         with on(y):
-            _gelu_fwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](x, y, n, x.stride(0), TANH=tanh, **tile, **OPTIONS)
+            _gelu_fwd_kernel[(rows, cdiv(n, tile["BLOCK"]))](x, y, n, x.stride(0), TANH=tanh, **tile, **OPTIONS)
 
 
 def gelu_bwd(dy: Tensor, x: Tensor, tanh: bool, dx: Tensor) -> None:
@@ -245,6 +245,4 @@ def gelu_bwd(dy: Tensor, x: Tensor, tanh: bool, dx: Tensor) -> None:
     if dy.numel():
         tile = _tile(dy, rows)
         with on(dy):
-            _gelu_bwd_kernel[(rows, triton.cdiv(n, tile["BLOCK"]))](
-                dy, x, dx, n, x.stride(0), TANH=tanh, **tile, **OPTIONS
-            )
+            _gelu_bwd_kernel[(rows, cdiv(n, tile["BLOCK"]))](dy, x, dx, n, x.stride(0), TANH=tanh, **tile, **OPTIONS)
