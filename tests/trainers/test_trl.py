@@ -17,6 +17,7 @@ from vexact_engine.trl.generation import Generation
 README = Path(__file__).parents[2] / "vexact_engine" / "recipes" / "README.md"
 SMALL = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": 3}
 SMALL |= {"learning_rate": 1e-3, "report_to": [], "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}
+KWARGS = {"generation_kwargs": {"stop": ["no such word"], "stop_token_ids": [3], "min_tokens": 2}}
 
 
 def evens(completion_ids, **_):
@@ -70,7 +71,7 @@ def train(model, folder, trainer=Watched, **changes):
     "family,changes",
     [
         ("qwen3", {"beta": 0.1, "temperature": 0.7}),
-        ("qwen3_moe", {"router_aux_loss_coef": 0.0, "gradient_accumulation_steps": 2, "top_k": 40}),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.0, "gradient_accumulation_steps": 2, "top_k": 40, **KWARGS}),
     ],
     ids=["qwen3, a reference", "mixture, two batches a step"],
 )
@@ -123,6 +124,13 @@ def test_readmes_lines(models, tmp_path, monkeypatch):
     [
         ({"use_vllm": True}, "use_vllm: got True, expected False"),
         ({"repetition_penalty": 1.1}, "repetition_penalty: got 1.1, expected 1.0"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: got 5.0, expected None"),
+        ({"temperature": 0.0}, "temperature: got 0.0, expected a number above 0"),
+        (
+            {"generation_kwargs": {"min_p": 0.1, "temperature": 0.5}},
+            "generation_kwargs: got .*, expected some of ignore_",
+        ),
+        ({"generation_kwargs": {"seed": 5}}, "generation_kwargs: got .*, and all else where GRPOConfig has it"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: got True, expected False"),
     ],
 )

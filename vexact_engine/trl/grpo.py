@@ -23,6 +23,11 @@ except ModuleNotFoundError as error:
     line = pip_line("trl")
     raise ModuleNotFoundError(f"vexact_engine.trl: not installed: {error.name}. Run: {line}") from error
 
+# What generation_kwargs may name, as SamplingParams does: what leaves an answer's log-probabilities the model's own
+_DRAWN = ("top_p", "top_k", "min_p")
+_ENDED = ("min_new_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output")
+GENERATION = frozenset((*_DRAWN, *_ENDED))
+
 
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's GRPOTrainer: each log-probability that a rollout reports and the one that the loss has are the same bytes.
@@ -35,8 +40,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                    `vllm_gpu_memory_utilization`, `vllm_max_model_length`, `vllm_enable_sleep_mode`
     engine_config  None: made of those
     raises         ValueError names what would have other bits, or what the engine does not do: PEFT, Liger, an fp32
-                   head, repetition penalties, load balancing losses, DeepSpeed, another generator, images.
-                   UnsupportedModule, see vexact_ops.patch.hf
+                   head, repetition penalties, noise in embeddings, load balancing losses, DeepSpeed, another generator,
+                   images; or a name in `args.generation_kwargs` that is none of GENERATION. UnsupportedModule, see
+                   vexact_ops.patch.hf
 
     All else is TRL's, and its own arguments go on to it. Seeds of draws are functions of `args.seed`.
     """
@@ -68,9 +74,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             max_model_len=args.vllm_max_model_length,
             show_progress=False,
         )
-        self.engine = Engine.from_pretrained(whole, device=self.accelerator.device, config=config, tokenizer=False)
-        seed = derive_seed(args.seed, self.accelerator.process_index) % 2**64
         fields = self._sampling(args)
+        device, tokenizer = self.accelerator.device, self._tokenizer if fields.get("stop") else False
+        self.engine = Engine.from_pretrained(whole, device=device, config=config, tokenizer=tokenizer)
+        seed = derive_seed(args.seed, self.accelerator.process_index) % 2**64
         # From here on TRL asks as it would ask vLLM.
         self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "vexact", -1
         self.vllm_generation = Generation(self.engine, self._handle, fields, seed, args.vllm_enable_sleep_mode)
@@ -78,8 +85,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _sampling(self, args: "trl.GRPOConfig") -> dict[str, Any]:
         fields = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
         fields |= {"min_p": self.min_p or 0.0, "max_new_tokens": self.max_completion_length}
-        fields["stop_token_ids"] = tuple(self.eos_token_ids)
-        return fields | (args.generation_kwargs or {})
+        given = dict(args.generation_kwargs or {})
+        fields["stop_token_ids"] = (*self.eos_token_ids, *given.pop("stop_token_ids", ()))
+        return fields | given
 
     def _patch_reference(self) -> None:
         """The reference's log-probabilities are of the same ops: their difference from an equal policy's is 0."""
@@ -131,6 +139,10 @@ def _refuse(args: "trl.GRPOConfig", kwargs: dict[str, Any]) -> None:
         "use_liger_kernel": args.use_liger_kernel and "False: aligned ops take its place",
         "use_kernels": getattr(args, "use_kernels", False) and "False: aligned ops take their place",
         "cast_lm_head_to_fp32": args.cast_lm_head_to_fp32 and "False: aligned logits are fp32 sums as they are",
+        "temperature": args.temperature <= 0 and "a number above 0: the loss is of the distribution that is drawn from",
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None and "None: no rollout has such noise",
+        "generation_kwargs": not GENERATION.issuperset(args.generation_kwargs or ())
+        and f"some of {', '.join(sorted(GENERATION))}, and all else where GRPOConfig has it",
         "repetition_penalty": args.repetition_penalty != 1.0 and "1.0: the trainer's distribution has none",
         "deepspeed": args.deepspeed is not None and "None: FSDP2 shards here",
         "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex is not None
