@@ -140,9 +140,13 @@ def test_what_would_have_other_bits_is_refused_before_anything_is_loaded(changes
 
 
 def test_adapters_and_load_balancing_losses_are_refused(models, tmp_path):
-    from peft import LoraConfig
+    from peft import LoraConfig, get_peft_model
 
     with pytest.raises(ValueError, match=r"vexact_engine\.trl: peft_config: got LoraConfig"):
         GRPOTrainer("/nowhere", evens, config(tmp_path), train_dataset=data(), peft_config=LoraConfig())
+    model, lora = AutoModelForCausalLM.from_pretrained(models("qwen3")), LoraConfig(target_modules=["q_proj"])
+    adapted = get_peft_model(model, lora)
+    with pytest.raises(TypeError, match=r"vexact_engine\.trl: model: got PeftModel.*, expected a name"):
+        GRPOTrainer(adapted, evens, config(tmp_path), train_dataset=data())
     with pytest.raises(ValueError, match=r"vexact_engine\.trl: router_aux_loss_coef: expected 0\.0"):
         GRPOTrainer(str(models("qwen3_moe")), evens, config(tmp_path), train_dataset=data())

@@ -41,8 +41,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     engine_config  None: made of those
     raises         ValueError names what would have other bits, or what the engine does not do: PEFT, Liger, an fp32
                    head, repetition penalties, noise in embeddings, load balancing losses, DeepSpeed, another generator,
-                   images; or a name in `args.generation_kwargs` that is none of GENERATION. UnsupportedModule, see
-                   vexact_ops.patch.hf
+                   images; or a name in `args.generation_kwargs` that is none of GENERATION. TypeError for another
+                   model, an adapted one among them. UnsupportedModule, see vexact_ops.patch.hf
 
     All else is TRL's, and its own arguments go on to it. Seeds of draws are functions of `args.seed`.
     """
@@ -59,6 +59,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         args = trl.GRPOConfig("trainer_output") if args is None else copy.copy(args)
         _refuse(args, kwargs)
         if not isinstance(model, PreTrainedModel):
+            if not isinstance(model, str | os.PathLike):
+                expected = "a name, a directory or a PreTrainedModel (adapters are computed unmerged here alone)"
+                raise TypeError(f"vexact_engine.trl: model: got {type(model).__name__}, expected {expected}")
             model = AutoModelForCausalLM.from_pretrained(
                 model, **{"dtype": torch.bfloat16, **(args.model_init_kwargs or {})}
             )
