@@ -275,7 +275,8 @@ def _measure(args, shape: str, trainer_class) -> Iterator[dict]:
 
 
 class _Recipe:
-    """One side of the recipe's trainer, as `_bits` and `_race` ask for it."""
+    """One side of the recipe's trainer, as `_bits` and `_race` ask for it: forwards are as many as it makes by itself
+    or, of the stock one, which holds their logits, FORWARDS."""
 
     PROMPT, FORWARDS = 0.25, 2
 
@@ -288,7 +289,8 @@ class _Recipe:
         self.length = min(256, args.tokens // (2 * self.FORWARDS))
         sequences = args.tokens // self.length
         chosen = {"model": shape, "layers": args.layers, "device": args.device, "learning_rate": 1e-6}
-        options = Options(**chosen, prompts=sequences // 2, samples=2, micro_batch=sequences // self.FORWARDS)
+        cut = None if aligned else sequences // self.FORWARDS
+        options = Options(**chosen, prompts=sequences // 2, samples=2, micro_batch=cut)
         device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
         self.trainer = Trainer(options, init_device_mesh(args.device, (1,)), device, aligned)
 
@@ -327,8 +329,10 @@ def _recipe(args, shape: str) -> dict:
         products = 6 * sum(p.numel() for p in trainer.weights.parameters()) * args.tokens
         tflops = products / times[0] / 1e9  # of weights alone, attention's own left out
         rates = {"tflops": round(tflops, 2), "of_product": round(tflops / _product(args.device), 3)}
-        case = f"recipe rl, {_Recipe.FORWARDS} x {args.tokens // _Recipe.FORWARDS} tokens"
-        return _record(args, shape, case, times, **rates, gib=gib, kernels="sdpa, torch, padded", bits=bits)
+        ours, stock = (len(trainer._batches(sides[0].samples(args.tokens // sides[0].length))), _Recipe.FORWARDS)
+        case = f"recipe rl, {ours} x {args.tokens // ours} tokens"
+        kernels = f"sdpa, torch, padded, {stock} x {args.tokens // stock} tokens"
+        return _record(args, shape, case, times, **rates, gib=gib, kernels=kernels, bits=bits)
     finally:
         for side in sides:
             side.trainer.close()

@@ -482,9 +482,9 @@ def test_batches_are_cut_by_tokens(lengths, data):
     assert max(sum(lengths[i] for i in part) for part in parts) <= sum(lengths) / count + max(lengths)
 
 
-def test_a_forward_has_about_as_many_tokens_as_are_named(monkeypatch):
-    monkeypatch.setattr("vexact_engine.recipes.trainer.FORWARD_TOKENS", 40)
+def test_a_forward_has_about_as_many_tokens_as_are_named():
     trainer = object.__new__(Trainer)
+    trainer._forward_tokens = 40
     trainer.device, trainer.aligned, trainer._tree = torch.device("cpu"), True, None
     trainer._mesh = SimpleNamespace(size=lambda: 1)
     samples = [grpo.Sample([1] * 8, [2] * (1 + i % 3), None, 0.0) for i in range(16)]

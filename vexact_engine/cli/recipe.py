@@ -79,7 +79,7 @@ def add_recipe(commands) -> None:
     _number(training, "mini-batches", 1, "optimizer steps of a step")
     training.add_argument(
         "--micro-batch", type=options.positive, metavar="N",
-        help="sequences of a forward, on each rank (as many as come to some 8,192 tokens)",
+        help="sequences of a forward, on each rank (to some 8,192 tokens, of narrow models on a GPU 16,384)",
     )  # fmt: skip
     training.add_argument(
         "--check-every", type=options.count, default=10, metavar="N",

@@ -61,7 +61,8 @@ class Options:
                        others of its group
     mini_batches       optimizer steps of a step. From the second on the policy has moved: then the clip is at work
     micro_batch        sequences of one forward and backward, on each rank; None: as many as come to some 8,192 tokens,
-                       but 8 with any_layout and of the stock trainer, which holds their logits
+                       and of a model of up to 1,024 features on a GPU to twice that, but 8 with any_layout and of the
+                       stock trainer, which holds their logits
     clip               of the ratio, to [1 - clip, 1 + clip]
     max_grad_norm      gradients are scaled down to it
     any_layout         sum gradients in one tree, so that any power of two of ranks ends with the same parameters. A

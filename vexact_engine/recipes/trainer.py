@@ -20,6 +20,7 @@ from .masters import Masters
 from .options import SEQUENCES, Options
 
 FORWARD_TOKENS = 8192  # of a forward, about: of few rows a GPU's kernels are through before others are called
+NARROW = 1024  # features up to which a GPU takes twice as many: its kernels have half the work of the next size's
 
 
 class Diverged(RuntimeError):
@@ -62,6 +63,8 @@ class Trainer:
         self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
         # Masters stay fp32; layers compute in copies rounded to nearest even, which is what the engine is sent.
         self._masters = Masters(self.model, self._dtype) if mesh.size() == 1 else None
+        narrow = device.type == "cuda" and self.model.get_input_embeddings().weight.shape[1] <= NARROW
+        self._forward_tokens = FORWARD_TOKENS * (2 if narrow else 1)
         self._handle = vx.patch.hf(self.model) if aligned else None  # before FSDP or after it, it makes no difference
         if self._masters is None:
             policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
@@ -71,9 +74,9 @@ class Trainer:
         self.weights: torch.nn.Module = self.model if self._masters is None else self._masters
         self._parameters = list(self.weights.parameters())
         self._tree = vx.patch.TreeGradients(self.weights) if options.any_layout else None
-        self.optimizer = torch.optim.AdamW(
-            self._parameters, lr=options.learning_rate, weight_decay=options.weight_decay
-        )
+        rates = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
+        # One kernel where it computes each element alike wherever it lies; a CPU's does not.
+        self.optimizer = torch.optim.AdamW(self._parameters, **rates, fused=device.type == "cuda")
 
     def close(self) -> None:
         if self._handle is not None:
@@ -125,7 +128,7 @@ class Trainer:
         size = self.options.micro_batch
         if size is None and self.aligned and self._tree is None:
             lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
-            count = -(-sum(lengths) * parts // FORWARD_TOKENS)
+            count = -(-sum(lengths) * parts // self._forward_tokens)
             if self._mesh.size() > 1:
                 most = self._integers([count])
                 dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group())
