@@ -243,7 +243,7 @@ class Handover(Target):
         if self.trainer is None:
             context = multiprocessing.get_context("spawn")
             ours, theirs = context.Pipe()
-            process = context.Process(target=trainer, args=(theirs,), daemon=True)
+            process = context.Process(target=trainer, args=(theirs, SLACK), daemon=True)
             process.start()
             theirs.close()
             self.trainer = process, ours
@@ -298,15 +298,18 @@ class Handover(Target):
         self.verify(engine)
 
 
-def trainer(pipe) -> None:
-    """A process that sends sets, until the other end of the pipe is gone."""
+def trainer(pipe, timeout: float) -> None:
+    """A process that sends sets, until the other end of the pipe is gone. It is there once it has what it sends: what
+    a model takes to be imported is no time of a set."""
+    for state in range(STATES):
+        model_of(state)
     pipe.send(None)
     with contextlib.suppress(EOFError), contextlib.ExitStack() as stack:
         senders: dict[str, WeightSender] = {}
         while True:
             address, state, how, at, version = pipe.recv()
             if address not in senders:
-                made = WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=8192, timeout=SLACK)
+                made = WeightSender(address, numerics=vx.numerics("cpu"), bucket_bytes=8192, timeout=timeout)
                 senders[address] = stack.enter_context(made)
             items = list(model_of(state).state_dict().items())
 

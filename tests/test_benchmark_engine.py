@@ -118,9 +118,9 @@ def test_all_workloads(model, conversations, tmp_path, capsys):
     for record, kind in zip(found, ["1 x 9 + 6", "3 x 9 + 6", *kinds]):
         assert record["workload"].startswith(kind) and set(record) >= FIELDS
         assert record["room"] == "engine" and record["backend"] == "vexact" and record["path"] == "fused"
-        assert record["verify_mismatched"] == 0 and record["verify_tokens"] == round(
-            record["tokens_per_s"] * record["seconds"]
-        )
+        least = 0.05 * record["seconds"] + 1e-4 * record["tokens_per_s"]  # what the digits of a rate leave open
+        assert record["verify_mismatched"] == 0
+        assert record["verify_tokens"] == pytest.approx(record["tokens_per_s"] * record["seconds"], abs=least)
         assert 0 < record["step_p10_ms"] <= record["step_ms"] <= record["step_p90_ms"]
         assert record["roof_ms"] > 0 and record["tokens_per_s"] > record["requests_per_s"]
         assert record["total_tokens_per_s"] > record["tokens_per_s"]
