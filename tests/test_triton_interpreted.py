@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,23 @@ def test_the_triton_kernels_in_the_interpreter(rooms):
     done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " failed" not in done.stdout, done.stdout[-6000:]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name, a, b", [("add", 2**31 - 1, 1), ("sub", -(2**31), 1), ("mul", 1 << 16, 1 << 15)])
+def test_an_integer_that_leaves_its_type_is_found(name, a, b):
+    import interpreter
+    import numpy as np
+    import triton.language as tl
+
+    def tensor(value):
+        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.int32), tl.int32), tl.int32)
+
+    check = interpreter._binary_op_sanitize_overflow_impl
+    operation = SimpleNamespace(__name__=name)
+    check(None, tensor(a), tensor(0), operation)
+    with pytest.raises(AssertionError, match="int32 overflow"):
+        check(None, tensor(a), tensor(b), operation)
 
 
 def test_every_room_is_among_them():
