@@ -24,12 +24,15 @@ FEW = (
     " or cpu-triton and (reads_its_own_axis or own_image and 72 and bf16)"
     " or cpu-triton and (steps_along or several_trees and 2049 or left_the_window and sinks and d80 and bf16)"
 )
-# An item for each room that takes long, and for those together that do not: a process takes four seconds to begin.
-ALONE = ("attention", "fused_moe", "gated_delta", "limits", "linear_cross_entropy", "linear_gpu")
-ROOMS = sorted(path.stem.removeprefix("test_") for path in (TESTS / "ops").glob("test_*.py"))
-FILES = {room: [f"ops/test_{room}.py"] for room in ALONE}
-FILES["other rooms"] = [f"ops/test_{room}.py" for room in ROOMS if room not in ALONE]
-FILES["all rooms, and the engine"] = ["test_default_dtype.py", "engine/test_step_kernels.py"]
+# Three items that take about as long: a process takes five seconds to begin, and as many run side by side on two cores.
+FEW_ROOMS = {
+    "with attention": ("attention", "fused_moe", "limits", "linear_cross_entropy"),
+    "with the engine": ("causal_conv", "gated_delta"),
+}
+ROOMS = {path.stem.removeprefix("test_") for path in (TESTS / "ops").glob("test_*.py")}
+FILES = {what: [f"ops/test_{room}.py" for room in rooms] for what, rooms in FEW_ROOMS.items()}
+FILES["with the engine"] += ["test_default_dtype.py", "engine/test_step_kernels.py"]
+FILES["others"] = [f"ops/test_{room}.py" for room in sorted(ROOMS.difference(*FEW_ROOMS.values()))]
 
 
 @pytest.mark.long
