@@ -8,6 +8,7 @@ import random
 import signal
 import tempfile
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,23 @@ def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if is_case(item)]
     on_gpu.mark(items)
     processes.mark(items)
+
+
+def _seed(name: str) -> None:
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What is drawn from a global generator is the same whatever this process has run before."""
+    _seed(f"{fixturedef.baseid} {fixturedef.argname} {request.param_index}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    _seed(item.nodeid)
 
 
 @pytest.hookimpl(trylast=True)

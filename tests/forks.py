@@ -27,15 +27,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FILES = {
+    "test_benchmark_engine.py",
     "test_cli.py",
     "test_directory.py",
+    "test_draft_model.py",
+    "test_drafting_apart.py",
+    "test_faults.py",
     "test_forks.py",
+    "test_handed_over.py",
     "test_handover_killed.py",
     "test_handover_many.py",
     "test_handover_ranks.py",
     "test_hf_training.py",
     "test_hf_wrapped.py",
     "test_hybrid.py",
+    "test_images.py",
+    "test_images_apart.py",
     "test_pipeline.py",
     "test_recipe.py",
     "test_recipe_check.py",

@@ -37,7 +37,10 @@ def _two_product(a, b):
 
 def _odd_sum(a, b):
     """a + b rounded to odd: an inexact sum ends in a set bit, so that rounding it again is as good as rounding once."""
-    s, e = _two_sum(a, b)
+    return _to_odd(*_two_sum(a, b))
+
+
+def _to_odd(s, e):
     bits = s.view(np.int64)
     nudge = (np.abs(e) > 0) & ((bits & 1) == 0)  # where s is not finite, e is NaN
     away = ((bits ^ e.view(np.int64)) >> 63) | 1  # 1 where e points away from zero, as s does, else -1
@@ -68,12 +71,14 @@ def _create_fma(self, x, y, z):
 
 
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    x, y, acc = _to_float(a.data, a.dtype), _to_float(b.data, b.dtype), d.data
+    x, y, acc = _to_float(a.data, a.dtype), _to_float(b.data, b.dtype), d.data.astype(np.float64)
     x, y = x.astype(np.float64), y.astype(np.float64)  # so that products are exact
     for k in range(x.shape[-1]):  # order: as the CPU kernels
-        product = x[..., :, k, None] * y[..., None, k, :]
-        acc = _odd_sum(product, acc.astype(np.float64)).astype(np.float32)
-    return TensorHandle(acc, d.dtype.scalar)
+        s, e = _two_sum(x[..., :, k, None] * y[..., None, k, :], acc)
+        if e.any():  # of 16-bit operands most sums are exact too
+            s = _to_odd(s, e)
+        acc = s.astype(np.float32).astype(np.float64)
+    return TensorHandle(acc.astype(np.float32), d.dtype.scalar)
 
 
 _cast = InterpreterBuilder.cast_impl
@@ -122,30 +127,35 @@ def _patch_lang_once(fn):
     return _KeepPatches()
 
 
-_known: dict[tuple, dict] = {}
 _block, _tensor, _np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+_blocks: dict[tuple, dict] = {}
+_tensors: dict[str, dict] = {}
 
 
-def _once(make, left_out=()):
+def _block_once(self, element_ty, shape):
     """Of what the interpreter makes for every value, a block's type and what a tensor knows by its own, all that are
     alike have the same attributes."""
+    if type(element_ty) is not tl.dtype:  # a pointer
+        return _block(self, element_ty, shape)
+    key = element_ty.name, *(size if type(size) is int else getattr(size, "value", size) for size in shape)
+    known = _blocks.get(key)
+    if known is not None:
+        vars(self).update(known)
+        return None
+    _block(self, element_ty, shape)
+    _blocks[key] = dict(vars(self))
 
-    def begin(self, *given):
-        of, shape = (given[-1], ()) if make is _tensor else given
-        if type(of) is tl.block_type:
-            of, shape = of.element_ty, of.shape
-        if type(of) is not tl.dtype:  # a pointer
-            return make(self, *given)
-        key = make, of.name, *(getattr(size, "value", size) for size in shape)
-        if key not in _known:
-            make(self, *given)
-            _known[key] = {name: value for name, value in vars(self).items() if name not in left_out}
-            return None
-        vars(self).update(_known[key])
-        for name, value in zip(left_out, given):
-            setattr(self, name, value)
 
-    return begin
+def _tensor_once(self, handle, of):
+    if type(of.element_ty if type(of) is tl.block_type else of) is not tl.dtype:
+        return _tensor(self, handle, of)
+    known = _tensors.get(of.name)  # a block's has its shape
+    if known is None:
+        _tensor(self, handle, of)
+        _tensors[of.name] = {name: value for name, value in vars(self).items() if name != "handle"}
+        return None
+    vars(self).update(known)
+    self.handle = handle
 
 
 _np_dtypes: dict[str, np.dtype] = {}
@@ -167,12 +177,17 @@ _constants: dict[tuple, tl.tensor] = {}
 
 
 def _binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
-    """What two operands become. Most are of one type already, or a block of fp32 and a number: what is found out at
-    length of all others takes longer than what is then computed."""
+    """What two operands become. Most are of one type already, but for a block and a single value, or a number: what is
+    found out at length of all others takes longer than what is then computed."""
     if type(lhs) is tl.tensor:
         if type(rhs) is tl.tensor:
-            if lhs.type is rhs.type and lhs.dtype.name in _SAME:
-                return lhs, rhs
+            if lhs.dtype.name in _SAME and lhs.dtype.name == rhs.dtype.name:
+                if lhs.type is rhs.type:
+                    return lhs, rhs
+                if type(rhs.type) is tl.dtype:
+                    return lhs, _spread(rhs, lhs)
+                if type(lhs.type) is tl.dtype:
+                    return _spread(lhs, rhs), rhs
         elif type(rhs) in (float, int) and (constant := _constant(lhs, rhs)) is not None:
             return lhs, constant
     elif type(lhs) in (float, int) and type(rhs) is tl.tensor and (constant := _constant(rhs, lhs)) is not None:
@@ -180,16 +195,51 @@ def _binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
     return _checked(self, lhs, rhs, *args, **kwargs)
 
 
+def _spread(value, block):
+    """A single value as a block."""
+    data, shape = value.handle.data, block.handle.data.shape
+    handle = TensorHandle(np.full(shape, data, data.dtype), value.dtype)
+    return tl.tensor(handle, tl.block_type(value.dtype, list(shape)))
+
+
+def _stretch(block, shape):
+    data = block.handle.data
+    if data.shape == shape:
+        return block
+    return tl.tensor(TensorHandle(np.broadcast_to(data, shape), block.dtype), tl.block_type(block.dtype, list(shape)))
+
+
 def _constant(like, value):
-    """A block of this number, where the other operand is one of fp32. No operation writes into its operands."""
-    if like.dtype.name != "fp32" or type(like.type) is not tl.block_type or value != value:
+    """This number as the other operand is, where that is fp32 or int32. No operation writes into its operands."""
+    name = like.dtype.name
+    if name == "int32":
+        if type(value) is not int or not -(2**31) <= value < 2**31:
+            return None
+        kind = np.int32
+    elif name == "fp32" and type(like.type) is tl.block_type and value == value:
+        kind = np.float32
+    else:
         return None
-    shape = like.handle.data.shape
-    key = value, math.copysign(1.0, value), shape
+    shape = like.handle.data.shape if type(like.type) is tl.block_type else (1,)
+    key = name, value, math.copysign(1.0, value), shape
     if key not in _constants:
-        handle = TensorHandle(np.full(shape, value, dtype=np.float32), tl.float32)
-        _constants[key] = tl.tensor(handle, like.type)
+        _constants[key] = tl.tensor(TensorHandle(np.full(shape, value, dtype=kind), like.dtype), like.type)
     return _constants[key]
+
+
+_sanitized = TritonSemantic.binary_op_sanitize_overflow_impl
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def _binary_op_sanitize_overflow_impl(self, lhs, rhs, binary_op):
+    """That no sum, difference or product of integers leaves their type: computed as tensors, which takes ten times as
+    long as what it is for, it would be a fifth of all."""
+    if (lhs.dtype.name, rhs.dtype.name) != ("int32", "int32"):
+        return _sanitized(self, lhs, rhs, binary_op)
+    exact = _EXACT[binary_op.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data)
+    assert not exact.size or (exact.min() >= -(2**31) and exact.max() < 2**31), (
+        f"int32 overflow detected for operation {binary_op.__name__}"
+    )
 
 
 def _cast_once(self, input, dst_ty, fp_downcast_rounding=None):
@@ -199,17 +249,26 @@ def _cast_once(self, input, dst_ty, fp_downcast_rounding=None):
 
 
 def _broadcast_impl_value(self, lhs, rhs):
-    if type(lhs.type) is type(rhs.type) is tl.block_type and lhs.handle.data.shape == rhs.handle.data.shape:
+    is_block = type(lhs.type) is tl.block_type, type(rhs.type) is tl.block_type
+    if is_block == (True, False):
+        return lhs, _spread(rhs, lhs)
+    if is_block == (False, True):
+        return _spread(lhs, rhs), rhs
+    left, right = lhs.handle.data.shape, rhs.handle.data.shape
+    if is_block == (False, False) or left == right:
         return lhs, rhs
-    return _broadcast(self, lhs, rhs)
+    if len(left) != len(right):
+        return _broadcast(self, lhs, rhs)
+    shape = tuple(other if one == 1 else one for one, other in zip(left, right))
+    return _stretch(lhs, shape), _stretch(rhs, shape)
 
 
 def install() -> None:
     TritonSemantic.broadcast_impl_value = _broadcast_impl_value
     TritonSemantic.binary_op_type_checking_impl = _binary_op_type_checking_impl
     TritonSemantic.cast = _cast_once
-    tl.block_type.__init__ = _once(_block)
-    tl.tensor.__init__ = _once(_tensor, ("handle",))
+    TritonSemantic.binary_op_sanitize_overflow_impl = _binary_op_sanitize_overflow_impl
+    tl.block_type.__init__, tl.tensor.__init__ = _block_once, _tensor_once
     interpreter._get_np_dtype = _np_dtype_once
     interpreter._patch_lang = _patch_lang_once
     InterpreterBuilder.create_fma = _create_fma

@@ -39,7 +39,10 @@ PYTHON = {"executable", "multiprocessing", "ProcessPoolExecutor"}  # not git or 
 @functools.cache
 def tests_of(path: Path) -> set[str]:
     """The tests of a file that start one, in functions and fixtures of the same file too."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if not any(word in text for word in START):
+        return set()
+    tree = ast.parse(text)
     uses = {node.name: _names(node) for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     found = {name for name, used in uses.items() if _any(used, START) and _any(used, PYTHON)}
     while more := {name for name, used in uses.items() if used & found} - found:

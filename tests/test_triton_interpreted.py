@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,12 +24,15 @@ FEW = (
     " or cpu-triton and (reads_its_own_axis or own_image and 72 and bf16)"
     " or cpu-triton and (steps_along or several_trees and 2049 or left_the_window and sinks and d80 and bf16)"
 )
-# An item for each room that takes long, and for those together that do not: a process takes four seconds to begin.
-ALONE = ("attention", "fused_moe", "gated_delta", "limits", "linear_cross_entropy", "linear_gpu")
-ROOMS = sorted(path.stem.removeprefix("test_") for path in (TESTS / "ops").glob("test_*.py"))
-FILES = {room: [f"ops/test_{room}.py"] for room in ALONE}
-FILES["other rooms"] = [f"ops/test_{room}.py" for room in ROOMS if room not in ALONE]
-FILES["all rooms, and the engine"] = ["test_default_dtype.py", "engine/test_step_kernels.py"]
+# Three items that take about as long: a process takes five seconds to begin, and as many run side by side on two cores.
+FEW_ROOMS = {
+    "with attention": ("attention", "fused_moe", "limits", "linear_cross_entropy"),
+    "with the engine": ("causal_conv", "gated_delta"),
+}
+ROOMS = {path.stem.removeprefix("test_") for path in (TESTS / "ops").glob("test_*.py")}
+FILES = {what: [f"ops/test_{room}.py" for room in rooms] for what, rooms in FEW_ROOMS.items()}
+FILES["with the engine"] += ["test_default_dtype.py", "engine/test_step_kernels.py"]
+FILES["others"] = [f"ops/test_{room}.py" for room in sorted(ROOMS.difference(*FEW_ROOMS.values()))]
 
 
 @pytest.mark.long
@@ -42,6 +46,23 @@ def test_the_triton_kernels_in_the_interpreter(rooms):
     done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " failed" not in done.stdout, done.stdout[-6000:]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name, a, b", [("add", 2**31 - 1, 1), ("sub", -(2**31), 1), ("mul", 1 << 16, 1 << 15)])
+def test_an_integer_that_leaves_its_type_is_found(name, a, b):
+    import interpreter
+    import numpy as np
+    import triton.language as tl
+
+    def tensor(value):
+        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.int32), tl.int32), tl.int32)
+
+    check = interpreter._binary_op_sanitize_overflow_impl
+    operation = SimpleNamespace(__name__=name)
+    check(None, tensor(a), tensor(0), operation)
+    with pytest.raises(AssertionError, match="int32 overflow"):
+        check(None, tensor(a), tensor(b), operation)
 
 
 def test_every_room_is_among_them():

@@ -4,11 +4,12 @@ known to both, or the sender says that it does not know, and sending them again 
 import contextlib
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from engine_models import build, until
-from handovers import CONFIG, MODES, expected, left, other, receiving, sender, texts
+from handovers import CONFIG, MODES, expected, left, other, patient, receiving, sender, texts
 
 import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, PeerLost, WeightSender
@@ -98,9 +99,24 @@ def test_sets_that_were_broken_off_while_nobody_listened_are_passed_over(mode, s
                 out.send(wrong.state_dict(), version=9)
             assert not caught.value.in_doubt
         said = r"no sender came within 0\.3 s, but one that broke off: PeerLost: .* a welcome did not come"
-        with pytest.raises(TimeoutError, match=said):
-            receiver.receive(0.3)
-        assert caplog.text.count("skipped a set that its sender broke off before it began") == 3
+
+        def skipped():
+            return caplog.text.count("skipped a set that its sender broke off before it began")
+
+        with monkeypatch.context() as patched, ThreadPoolExecutor(1) as pool:
+            looks_on = patient(receiver, patched)  # until it has heard of all of them
+
+            def end():
+                try:
+                    until(lambda: skipped() == 3)
+                finally:
+                    looks_on.set()
+
+            ending = pool.submit(end)
+            with pytest.raises(TimeoutError, match=said):
+                receiver.receive(0.3)
+            ending.result()
+        assert skipped() == 3
         with pytest.raises(PeerLost, match="a welcome did not come"):
             out.send(wrong.state_dict(), version=9)
         assert texts(engine) == old and engine.weight_version == 0

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from children import is_alive
 from engine_models import bits, build, check_idle, held, prompts, until
 from transformers import AutoModelForCausalLM
 
@@ -70,13 +70,6 @@ def staged(saved):
 
 def pids(engine):
     return [stage.process.pid for stage in engine._worker._stages]
-
-
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 # The same bits
@@ -220,7 +213,7 @@ def test_a_stage_that_dies_is_named_and_made_anew(saved, staged, rank):
         staged.generate(PROMPTS[:1], PARAMS)
     staged.update_weights(state_of(saved[0]), numerics=staged.numerics())
     assert ask(staged) == saved[1]
-    assert not set(before) & set(pids(staged)) and all(map(is_gone, before))
+    assert not set(before) & set(pids(staged)) and not any(map(is_alive, before))
     check_idle(staged)
 
 
@@ -239,7 +232,7 @@ def test_weights_as_they_were_made_come_back_by_themselves(saved):
         until(lambda: first.poll() is not None)
         assert ask(engine) == saved[1] and engine.weight_version == 0
         before = [*before, *pids(engine)]
-    assert all(map(is_gone, before))
+    assert not any(map(is_alive, before))
 
 
 @ONE
@@ -276,7 +269,7 @@ time.sleep(600)
     assert len(children) == 2
     parent.kill()
     parent.wait()
-    until(lambda: all(map(is_gone, children)))
+    until(lambda: not any(map(is_alive, children)))
 
 
 # Where layers are cut

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import forks
 import pytest
 import torch
+from children import children_of, is_alive
 from engine_models import build, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,25 +77,17 @@ def nothing_is_left(monkeypatch):
 def descendants(pid):
     """Processes below one that still run; helpers of multiprocessing and of forks.py, which end with it, are none."""
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            with contextlib.suppress(OSError):
-                line = Path(f"/proc/{child}/cmdline").read_bytes()
-                is_helper = b"resource_tracker" in line or int(child) == forks.helper()
-                found += [] if is_helper or not line else [int(child), *descendants(child)]
+    for child in children_of(pid):
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{child}/cmdline").read_bytes()
+            is_helper = b"resource_tracker" in line or child == forks.helper()
+            found += [] if is_helper or not line else [child, *descendants(child)]
     return found
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def wait_until_dead(pids):
     end = time.monotonic() + 300
-    while left := [pid for pid in pids if alive(pid)]:
+    while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < end, f"still there: {left}"
         time.sleep(0.05)
 

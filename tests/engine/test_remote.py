@@ -73,7 +73,7 @@ def test_what_is_there_is_fetched(reachable):
 
 def slowly(handler):
     """Header by header, each within any timeout of a socket's."""
-    for _ in range(200):
+    for _ in range(2000):
         handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         handler.wfile.flush()
         time.sleep(0.05)
@@ -98,9 +98,9 @@ def test_what_is_not_an_image_is_refused(reachable, monkeypatch, answer, said):
     with serving(answer) as (port, _), pytest.raises(ValueError, match=said):
         begin = time.monotonic()
         try:
-            fetch(port, seconds=1.0 if answer is slowly else 20.0)
+            fetch(port, seconds=1.0 if answer is slowly else 120.0)
         finally:
-            assert time.monotonic() - begin < 8
+            assert time.monotonic() - begin < 60
 
 
 PRIVATE = ("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1")

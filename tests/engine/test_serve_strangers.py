@@ -2,6 +2,7 @@
 still. Whoever asks beside them is answered in time."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -147,6 +148,7 @@ def test_what_is_no_http_has_one_line_in_the_log(engine, caplog):
     ]
 
 
+@pytest.mark.process
 def test_silent_connections_shut_nobody_out_and_fill_no_disk(model):  # noqa: F811
     """300 of them at 256 descriptors."""
     with Process(model, "--header-timeout", 5, files=256) as server:
@@ -243,7 +245,13 @@ def test_tokenizing_counts_as_the_time_of_a_request(engine, gate):
 
 def test_long_texts_whose_clients_have_left_hold_nobody_up(engine, gate):
     with serving.serve(engine) as server, serving.client(server) as http:
-        for _ in range(8):
+        first = connect(server)
+        body = json.dumps(LONG)
+        head = [f"POST {TEXT} HTTP/1.1", "host: localhost", "content-type: application/json"]
+        first.sendall("\r\n".join([*head, f"content-length: {len(body)}", "", body]).encode())
+        until(lambda: gate.begun == 1)
+        first.close()
+        for _ in range(7):
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(server.url + TEXT, json=LONG, timeout=httpx.Timeout(60, read=0.2))
         left = 'vexact_requests_total{endpoint="completions",outcome="disconnected"}'
@@ -294,6 +302,7 @@ def test_a_step_that_does_not_come_back_holds_no_answer_beyond_its_time(engine, 
     check_idle(engine)
 
 
+@pytest.mark.process
 def test_a_replica_that_stands_still_holds_no_answer_and_no_end(ctrl_c, model):  # noqa: F811
     with Process(model, "--replicas", 1, "--request-timeout", 3, "--drain-seconds", 1) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
