@@ -196,3 +196,10 @@ print(namespace["source_digests"](namespace["find_nvcc"]() if {"cuda" in stored}
     now = json.loads(done.stdout)
     stale = {kind: [room for room in now[kind] if now[kind][room] != stored[kind].get(room)] for kind in now}
     assert not any(stale.values()), f"built from other sources: {stale}; build it again"
+
+
+def test_a_build_for_cpus_alone_has_no_kernels_of_another_kind(monkeypatch):
+    """Its verdicts, and the tests of them, are those of a machine without nvcc: nothing is missing there."""
+    monkeypatch.setattr(digest, "_stored", lambda: {"cpu": {"linear": "built from these"}})
+    assert digest.of_extension("linear", "cpu") == "built from these"
+    assert digest.of_extension("linear", "cuda") is None

@@ -180,7 +180,7 @@ def of_extension(room: str, kind: str) -> str | None:
         from . import native
 
         return native.fingerprint()
-    return stored[kind].get(room)
+    return stored.get(kind, {}).get(room)  # of a build for CPUs alone there is no other kind
 
 
 @functools.cache
