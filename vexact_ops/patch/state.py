@@ -98,6 +98,7 @@ class Patch:
         self.trains, self.whole_gradients = trains, whole_gradients
         self.ulysses: Ulysses | None = None
         self.builds = 0
+        self.holders = 0  # of its first parameter, when no DistributedDataParallel was among them
         self.clear()
 
     def clear(self) -> None:
