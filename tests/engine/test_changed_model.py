@@ -1,12 +1,21 @@
 """Somebody else changes the model of an engine: its numbers, hooks, tensors, modules. It is noticed, and what is
 computed from then on is what an engine would compute that is made now."""
 
+import copy
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from engine_models import bits, build, prompts
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams, WeightsTorn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
+from families import tiny
+
+sys.path.pop(0)
 
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
 PROMPTS = prompts(3, longest=20)
@@ -256,3 +265,31 @@ def test_a_number_that_nothing_aligned_has_is_refused_until_it_is_put_back(old):
         assert ask(engine) == old
         model.model.layers[0].self_attn.is_causal = False
     assert not hasattr(model, "_vexact")
+
+
+def copied(model):
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    model.config.num_hidden_layers = 3
+
+
+def called_twice(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+def pruned(model):
+    del model.model.layers[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "stablelm"], ids=["fused", "patched"])
+@pytest.mark.parametrize("change", [copied, called_twice, pruned])
+def test_layers_remember_by_their_place_whatever_number_they_have(family, change):
+    """A copy has its original's number, and a layer that is called twice one for both: their keys are not each other's.
+    Of what is left of a model that was cut, the numbers are those of before."""
+    model, trainer = (tiny(family, torch.bfloat16) for _ in range(2))
+    change(model)
+    change(trainer)
+    with vx.patch.hf(trainer) as handle, Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert engine.path.startswith("fused" if family == "llama" else "patched")
+        for answer in engine.generate([[5, 6, 7, 8, 9, 10], [9, 8, 7]], PARAMS):
+            row = torch.tensor([answer.prompt_ids + answer.token_ids])
+            assert handle.logprobs(row)[0, len(answer.prompt_ids) - 1 : -1].tolist() == answer.logprobs

@@ -83,3 +83,19 @@ def test_a_model_without_an_output_layer():
         }.items():
             with pytest.raises(ValueError, match=f"{name}: LlamaModel has no output layer, .* AutoModelForCausalLM"):
                 getattr(handle, name)(*given)
+
+
+def test_layers_in_other_places_than_their_kinds_are_refused():
+    """The stock model masks by the place, so what stands there has to be of that place's kind."""
+    model = tiny("gemma2")
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+    said = refusal(model)
+    assert "layers.0.self_attn (Gemma2Attention): its mask has a window of 4, but it asks attention for None" in said
+    model.config.layer_types.reverse()
+    vx.patch.hf(model).undo()
+
+
+@pytest.mark.parametrize("family, name", [("gpt2", "activation_function"), ("llama", "hidden_act")])
+def test_an_activation_that_has_a_bound_is_not_the_one_without(family, name):
+    """gelu_10 is gelu up to 10: nothing of what is small tells them apart."""
+    assert "(ClippedGELUActivation)" in refusal(tiny(family, **{name: "gelu_10"}))

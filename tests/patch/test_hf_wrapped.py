@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import two_ranks
 from conftest import devices
 from families import alone, family, gradients, pack, rounded, sequences, tiny, world
+from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -347,3 +349,30 @@ def test_positions_are_not_searched_for_in_a_view(begin):
         positions_of(numbers[begin:], 19)
     for table in searched:
         assert not table._is_view() and table.numel() * table.itemsize == table.untyped_storage().nbytes()
+
+
+def test_gradients_that_no_rank_adds_up_are_refused():
+    """DistributedDataParallel adds up those of its own forwards: logprobs, which it does not see, gave each rank its
+    own, and the ranks' weights went apart unseen."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model, (ids, *_) = tiny("llama"), sequences()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with vx.patch.hf(model) as handle:
+            expected = handle.logprobs(ids)
+            wrapper = nn.parallel.DistributedDataParallel(model)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="logprobs: the model is in DistributedDataParallel"):
+                    handle.logprobs(ids)
+            with torch.no_grad():
+                assert_bitwise(handle.logprobs(ids), expected)
+            with wrapper.no_sync():
+                assert_bitwise(handle.logprobs(ids), expected)
+            asked = vx.patch.Score(ids[1:], torch.arange(len(ids) - 1))
+            (values,) = wrapper(input_ids=ids[None], use_cache=False, vexact_score=asked)
+            assert_bitwise(values, expected[:-1])
+            del wrapper
+            assert_bitwise(handle.logprobs(ids), expected)
+    finally:
+        dist.destroy_process_group()

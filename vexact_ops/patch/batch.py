@@ -1,6 +1,6 @@
 """How a batch lies in memory: which of its rows are tokens, where each sequence begins, and attention over that."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from .ulysses import Ulysses
 class PagedBatch:
     """One step of a paged engine: the tokens of all its sequences in one row of shape (1, T).
 
-    k_caches, v_caches  one (pages, page_size, Hk, D | Dv) tensor per layer, at the layer's index
+    k_caches, v_caches  one (pages, page_size, Hk, D | Dv) tensor per layer, in the order that layers are called in
     slot_mapping        (T,) int64: where each token's key and value go; -1 stores nothing
     block_table         (B, P) int32, the pages of each sequence in order
     context_lens        (B,) int32: keys of each sequence, this step's included
@@ -132,6 +132,7 @@ class Layout:
     seen: list[Asked] | None = None  # the audit's record of what each module that remembers asks for
     autocast: bool = False  # the forward was called under autocast, which is off inside
     ulysses: Ulysses | None = None  # the rows are one rank's share; cu_q is of all of them
+    turns: Iterator[int] | None = None  # of a paged batch: the place of each module that remembers, as they are called
 
 
 def plain(batch: int, length: int, past: int, device, **options) -> Layout:
@@ -340,7 +341,7 @@ def attend(
     }
     q, k, v = heads_last(query), heads_last(key), heads_last(value)
     if layout.paged is not None:
-        out = _attend_paged(module, q, k, v, layout.paged, options)
+        out = _attend_paged(layout, q, k, v, options)
         return out.view(batch, length, heads, -1), None
     missing = layout.keys - key.shape[2]
     if missing < 0:
@@ -380,10 +381,11 @@ def _attend_shared(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: dic
     return ulysses.to_rows(key_heads, heads, out)
 
 
-def _attend_paged(module, q: Tensor, k: Tensor, v: Tensor, paged: PagedBatch, options: dict) -> Tensor:
+def _attend_paged(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: dict) -> Tensor:
+    paged, place = layout.paged, next(layout.turns)
     if k.shape[0] != q.shape[0]:
         raise ValueError("vexact_paged: the cache holds keys too, expected the pages alone")
-    k_cache, v_cache = paged.k_caches[module.layer_idx], paged.v_caches[module.layer_idx]
+    k_cache, v_cache = paged.k_caches[place], paged.v_caches[place]
     slots, pages = paged.places(options["window"])
     vx.kv_cache_store(k, v, k_cache, v_cache, slots)
     table = pages, paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q

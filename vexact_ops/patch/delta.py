@@ -165,7 +165,7 @@ def _remembered(module: nn.Module, layout: Layout, cache, x: Tensor):
     paged = layout.paged
     if paged is not None:
         step = paged.state_slots, paged.context_lens, paged.cu_seqlens_q
-        return paged.states[module.layer_idx], step, paged.max_seqlen_q
+        return paged.states[next(layout.turns)], step, paged.max_seqlen_q
     if cache is None:
         return None, None, None
     lengths = (layout.cu_q if layout.cu_k is None else layout.cu_k).diff()

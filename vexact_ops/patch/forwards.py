@@ -110,7 +110,10 @@ def base_forward(
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != size[1]):
         raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected (B or 1, {size[1]})")
     given_positions = position_ids is not None and axes is None
-    options = {"kv_segment": patch.options["kv_segment"], "seen": patch.seen, "autocast": vexact_autocast}
+    seen = None
+    if patch.seen is not None:
+        patch.seen.append(seen := [])
+    options = {"kv_segment": patch.options["kv_segment"], "seen": seen, "autocast": vexact_autocast}
     past = int(cache.get_seq_length()) if cache is not None else 0
     shared = patch.ulysses if patch.seen is None else None
     if patch.states and use_cache is None and cache is None and torch.is_grad_enabled():
@@ -129,7 +132,8 @@ def base_forward(
         alone = "vexact_paged"
         if attention_mask is not None or position_ids is None or size[0] != 1:
             raise ValueError("vexact_paged: expected one row of tokens with position_ids and without attention_mask")
-        layout = batch.Layout(None, 0, None, size[1], None, None, vexact_paged, **options)
+        turns = itertools.count()  # and not their numbers: a layer may be called twice, or be a copy of another
+        layout = batch.Layout(None, 0, None, size[1], None, None, vexact_paged, turns=turns, **options)
     elif cu_seq_lens_q is not None:
         alone = "cu_seq_lens_q"
         if attention_mask is not None or size[0] != 1:

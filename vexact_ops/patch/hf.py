@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .._core.numerics import numerics
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
-from . import forwards, lora, plan, rotary
+from . import forwards, lora, plan, replicated, rotary
 from .batch import Score, check_cu, one_axis, sent, text_axis
 from .description import Decoder, Pages, State
 from .grids import grids_of
@@ -232,7 +232,8 @@ class Handle:
         returns         fp32 like input_ids: at t, log p(input_ids[t + 1] | input_ids[..t]); 0 at the last token of a
                         sequence and at padding
         bits            a value depends on its own sequence, the weights and the temperature alone
-        raises          ValueError on shapes, RuntimeError after undo()
+        raises          ValueError on shapes, RuntimeError after undo(), or of a model in DistributedDataParallel, whose
+                        gradients would be one rank's
         """
         self._check_head("logprobs")
         patch = self._patch
@@ -246,6 +247,7 @@ class Handle:
             raise ValueError("logprobs: attention_mask: got one next to cu_seqlens, expected one of them")
         if patch.ulysses is not None:
             raise ValueError("logprobs: the model is patched with sequence_parallel: call it with vexact_score")
+        replicated.check(patch, "logprobs")
         ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         if position_ids is not None and position_ids.dim() == 1:
             position_ids = position_ids[None]

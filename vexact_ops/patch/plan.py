@@ -4,6 +4,7 @@ A patch (state.py) is what the answers are written to.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -197,19 +198,20 @@ def check_runs(patch: "Patch") -> None:
         patch.refuse(path, modules[path], reason, None if known else error)
         return
     finally:
-        seen, patch.seen = patch.seen, None
+        runs, patch.seen = patch.seen, None
     for path, operations in found.items():
         if path in refused:
             continue
         _refuse_operations(patch, modules, path, f"runs {', '.join(sorted(operations))} outside the aligned ops")
     paths = {id(m): path for path, m in modules.items()}
-    patch.attended = {module.layer_idx: memory for module, _, memory in seen if hasattr(module, "layer_idx")}
-    for module, asked, memory in seen:
+    patch.attended = tuple(memory for _, _, memory in runs[0]) if runs else ()
+    for place, (module, asked, memory) in itertools.chain.from_iterable(map(enumerate, runs)):
         if not isinstance(memory, Pages):
             continue
         path = paths[id(module)]
         given = {**asked, "dropout": None} if path in refused else asked
-        for reason in _attention_problems(patch.base.config.get_text_config(), module, memory.window, given):
+        config = patch.base.config.get_text_config()
+        for reason in _attention_problems(config, module, place, memory.window, given):
             patch.refuse(path, modules[path], reason)
 
 
@@ -258,16 +260,16 @@ def _small_call(model: nn.Module, ids: Tensor, vision: "Vision | None"):
     return model(input_ids=ids, use_cache=False)
 
 
-def _attention_problems(config, module: nn.Module, window: int | None, kwargs: dict) -> Iterator[str]:
+def _attention_problems(config, module: nn.Module, place: int, window: int | None, kwargs: dict) -> Iterator[str]:
     """What an attention module asks for beyond what our attention does, or asks for in its mask alone: the masks, which
-    are not built here, are made from the decoder's config."""
+    are not built here, are made from the decoder's config, by the module's place among those that remember."""
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
     if unknown:
         yield f"it asks attention for {', '.join(unknown)}"
     if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):
         yield "its attention is not causal"
     layer_types = getattr(config, "layer_types", None)
-    kind = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
+    kind = layer_types[place] if layer_types and place < len(layer_types) else None
     if kind not in (None, "full_attention", "sliding_attention"):
         yield f"its layer type is {kind!r}"
         return  # whose mask is another

@@ -1,6 +1,5 @@
 """Some layers of a patched decoder, by its own Python."""
 
-import dataclasses
 import types
 
 import torch
@@ -60,8 +59,6 @@ class Stage:
         first, self.hidden = self.layers.start == 0, None if hidden is None else hidden[None]
         if first != (hidden is None):
             raise ValueError(f"stage: hidden: got {'none' if hidden is None else 'some'} for layers {self.layers}")
-        before = (None,) * self.layers.start  # modules know their place among all layers
-        caches = [(*before, *part) for part in (paged.k_caches, paged.v_caches, paged.states)]
         given = {"input_ids": input_ids[None]} if first else {"inputs_embeds": self.hidden}
         if images is not None:  # behind layers that are not here nothing is added
             given["vexact_images"] = images._replace(deepstack=images.deepstack[: self.layers.stop])
@@ -72,7 +69,7 @@ class Stage:
                 position_ids=places,
                 use_cache=False,
                 return_dict=True,
-                vexact_paged=dataclasses.replace(paged, k_caches=caches[0], v_caches=caches[1], states=caches[2]),
+                vexact_paged=paged,
                 vexact_checked=True,
             )
         finally:

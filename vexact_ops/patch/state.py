@@ -98,6 +98,7 @@ class Patch:
         self.trains, self.whole_gradients = trains, whole_gradients
         self.ulysses: Ulysses | None = None
         self.builds = 0
+        self.holders = 0  # of its first parameter, when no DistributedDataParallel was among them
         self.clear()
 
     def clear(self) -> None:
@@ -114,7 +115,7 @@ class Patch:
         self.states = False  # whether layers have a state, which no cache of transformers holds
         self.packed = False  # whether the decoder's layers, VeOmni's, want to be told where sequences begin
         self.description = None  # or why there is none
-        self.attended: dict[int, Pages | State] = {}  # what each layer remembers, by what the audit saw
+        self.attended: tuple[Pages | State, ...] = ()  # what each layer remembers, by what the audit saw
         self.facts: tuple | None = None  # what facts.py has read, and of which state
         self.tried = {}  # what is known of modules that are alike
         self.blocks: dict[str, str] = {}  # feed-forward blocks without an aligned form, by path, and why
@@ -253,7 +254,7 @@ class Patch:
         try:
             return tuple(layer.memory for layer in self.describe().layers)
         except NotDescribed:
-            return tuple(memory for _, memory in sorted(self.attended.items()))
+            return self.attended
 
     def described_head(self) -> Head | None:
         weight = None if self.head is None else getattr(self.head, "weight", None)
