@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 def check(patch: "Patch", op: str) -> None:
     """RuntimeError where a backward of this call would leave each rank with gradients of its own. A model does not know
-    its wrapper: it is looked for where somebody new has taken hold of a parameter."""
+    its wrapper: it is looked for among all objects, and so only where as many hold a parameter as never did yet."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return
     parameter = next((p for p in patch.model.parameters() if p.requires_grad), None)
-    if parameter is None or sys.getrefcount(parameter) == patch.holders:
+    if parameter is None or sys.getrefcount(parameter) in patch.holders:
         return
     for wrapper in gc.get_objects():
         if not issubclass(type(wrapper), DistributedDataParallel) or not wrapper.require_backward_grad_sync:
@@ -30,4 +30,4 @@ def check(patch: "Patch", op: str) -> None:
                 f"{op}: the model is in DistributedDataParallel, which adds up gradients of its own forwards alone: "
                 "call it with vexact_score=vexact_ops.patch.Score(...), or this under torch.no_grad() or no_sync()"
             )
-    patch.holders = sys.getrefcount(parameter)
+    patch.holders.add(sys.getrefcount(parameter))

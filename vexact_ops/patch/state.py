@@ -98,7 +98,7 @@ class Patch:
         self.trains, self.whole_gradients = trains, whole_gradients
         self.ulysses: Ulysses | None = None
         self.builds = 0
-        self.holders = 0  # of its first parameter, when no DistributedDataParallel was among them
+        self.holders: set[int] = set()  # how many held a parameter when no DistributedDataParallel was among them
         self.clear()
 
     def clear(self) -> None:
