@@ -436,6 +436,22 @@ def test_a_directory_is_loaded_without_its_encoder_where_that_is_wanted(tmp_path
         assert "this engine's model takes none" in with_images.error and len(text.token_ids) == 9
 
 
+def test_an_image_of_pils_goes_to_the_processor_in_its_own_mode(pair):
+    """What becomes of transparency is the processor's, as where a trainer's makes patches of the same image."""
+    image_of, seen = pytest.importorskip("PIL.Image"), []
+
+    class Watched(Processor):
+        def __call__(self, images, return_tensors):
+            seen.extend(image.mode for image in images)
+            return super().__call__([image.convert("RGB") for image in images], return_tensors)
+
+    picture = image_of.frombytes("RGBA", (24, 16), bytes(i * 7 % 256 for i in range(24 * 16 * 4)))
+    picture.save(memory := io.BytesIO(), "PNG")
+    for one in picture, picture.convert("L"), memory.getvalue():
+        opening.opened_images([one], pair[0].images, Watched())
+    assert seen == ["RGBA", "L", "RGB"]
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"])
 def test_a_directory_is_loaded_with_its_encoder(name, tmp_path):
     model, pictures = image_models.tiny(name), pytest.importorskip("PIL.Image")

@@ -117,8 +117,9 @@ def film(folder: Path, count: int, seed: int) -> dict:
 KINDS = (1, 0), (2, 0), (0, 0), (1, 1), (0, 2)  # how many pictures and films a prompt has
 
 
-def make_prompts(folder: Path, count: int, kinds=KINDS) -> Path:
-    """Of pictures, of films, and of text alone, as verl reads them. -> the parquet file"""
+def make_prompts(folder: Path, count: int, kinds=KINDS, agents=("single_turn_agent",)) -> Path:
+    """Of pictures, of films, and of text alone, as verl reads them; agents: whose they are in turn. -> the parquet
+    file"""
     import pandas
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +132,7 @@ def make_prompts(folder: Path, count: int, kinds=KINDS) -> Path:
         rows.append(
             {
                 "data_source": "shapes",
+                "agent_name": agents[i % len(agents)],
                 "prompt": [{"role": "user", "content": asked + "<video>" * films + "<image>" * pictures}],
                 "images": [{"bytes": picture(shapes, 10 * i + j)} for j, shapes in enumerate(counts)],
                 "videos": videos,
@@ -141,6 +143,13 @@ def make_prompts(folder: Path, count: int, kinds=KINDS) -> Path:
         )
     pandas.DataFrame(rows).to_parquet(folder / "pictures.parquet")
     return folder / "pictures.parquet"
+
+
+def with_tools() -> tuple[str, ...]:
+    """What a run is told whose answers have turns: the tools of pictures_tools.py, and their images between."""
+    turns, tools = "actor_rollout_ref.rollout.multi_turn", Path(__file__).with_name("pictures_tools.py")
+    told = {"enable": True, "function_tool_path": tools, "format": "by_letters", "max_assistant_turns": 4}
+    return ("data.max_response_length=88", *(f"{turns}.{name}={value}" for name, value in told.items()))
 
 
 def options(prompts: Path, media: bool) -> tuple[str, ...]:

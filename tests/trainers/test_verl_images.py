@@ -2,6 +2,7 @@
 for byte, before and after they trained; micro-batches without an image beside those with some."""
 
 import asyncio
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_ops.testing import assert_bitwise
 
+from . import pictures
 from .actor_ranks import Job, run
 from .models import make_model, tokenizer
+from .rollout_trainer import rollout_config
 from .test_verl_rollout import VERLS, Running
 
 sys.path.append(str(Path(__file__).parents[1] / "patch"))
@@ -88,8 +91,61 @@ class Rollout:
         return [torch.tensor([*c.prompt_logprobs[1:], *c.logprobs]) for c in self.done]
 
 
+class Conversations:
+    """verl's tool agent with our server, four of them: what the engine said of each turn, and what verl makes of it all
+    for a trainer."""
+
+    def __init__(self, folder):
+        from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+
+        self.path = str(pictures.make_model("qwen3_vl", folder / "model"))
+        prompts = pictures.make_prompts(folder / "data", 2, [(1, 0), (0, 0)])
+        lengths = (f"actor_rollout_ref.rollout.{part}_length=128" for part in ("prompt", "response"))
+        told = (*pictures.options(prompts, media=True), *pictures.with_tools(), *lengths)
+        config = rollout_config(self.path, *told)
+        self.turns = {}  # the completions of each conversation
+        with Running(self.path, *told) as running:
+            self.server = running.server
+            run = self.server._run
+
+            async def watched(prompts, params, request_id):
+                found = await run(prompts, params, request_id)
+                self.turns.setdefault(request_id, []).extend(found)
+                return found
+
+            self.server._run = watched
+            worker = AgentLoopWorker(config, self)
+            data = worker.dataset_cls(str(prompts), worker.tokenizer, config.data, worker.processor)
+            asked = [data[i % 2]["raw_prompt"] for i in range(4)]
+            found = [running.call(self.held(worker, i, messages)) for i, messages in enumerate(asked)]
+        self.found, self.rows, self.own, self.drawn, self.pictures = found, [], [], [], []
+        for one in found:
+            there, length = one.attention_mask[0].bool(), one.prompt_ids.shape[1]
+            ids, behind = one.input_ids[0], there[length:]
+            self.rows.append((ids[:length][there[:length]].tolist(), ids[length:][behind].tolist()))
+            self.own.append(one.response_mask[0][behind].bool())
+            self.drawn.append(one.response_logprobs[0][behind])
+            self.pictures.append({"position_ids": one.position_ids[0][:, there], **one.multi_modal_inputs})
+
+    async def held(self, worker, index, messages):
+        trajectory = {"step": 0, "sample_index": index, "rollout_n": 0, "validate": False}
+        asked = {**VERLS, "ignore_eos": False, "seed": index}
+        return await worker._run_agent_loop(
+            asked, trajectory, agent_name="tool_agent", trace=False, raw_prompt=messages, tools_kwargs={}
+        )
+
+    async def generate(self, request_id, *, mm_processor_output=None, **asked):
+        """As verl's client calls a server."""
+        return await self.server.generate(request_id=request_id, **asked)
+
+
 @pytest.fixture(scope="module")
-def trained(folders, tmp_path_factory):
+def conversations(tmp_path_factory):
+    return Conversations(tmp_path_factory.mktemp("turns"))
+
+
+@pytest.fixture(scope="module")
+def trained(folders, conversations, tmp_path_factory):
     rollouts = {name: Rollout(path) for name, path in folders.items()}
     jobs = [
         Job(name, folders[name], rollout.rows, pictures=rollout.pictures, steps=2, data={"micro_batch_size_per_gpu": 1})
@@ -100,6 +156,8 @@ def trained(folders, tmp_path_factory):
     jobs.append(Job("frozen", folders["qwen3_vl"], first.rows, pictures=first.pictures, **freezes))
     text = make_model("qwen3", tmp_path_factory.mktemp("text"))
     jobs.append(Job("text", str(text), [([1, 2], [3]), ([4], [5, 6])], refused=True, **freezes))
+    told = {"pictures": conversations.pictures, "data": {"micro_batch_size_per_gpu": 1}}
+    jobs.append(Job("turns", conversations.path, conversations.rows, **told))
     return rollouts, run(jobs, tmp_path_factory.mktemp("images") / "run", 2)
 
 
@@ -114,6 +172,37 @@ def test_the_actor_has_the_rollouts_bits(trained, name):
             found = {tuple(row.tolist()) for row in step}
             assert found == {tuple(row.tolist()) for row in result.logprobs}
     assert any(not torch.equal(a, b) for a, b in zip(result.after, result.logprobs))
+
+
+def test_what_tools_show_reaches_the_trainer_as_the_engine_saw_it(conversations):
+    """Of every turn the pixels, grids and places, and no others behind them."""
+    shown, kinds = 0, set()
+    for turns, given in zip(conversations.turns.values(), conversations.pictures, strict=True):
+        seen = [0 if turn.pixel_values is None else len(turn.image_grid_thw) for turn in turns]
+        assert seen == sorted(seen)
+        for turn, count in zip(turns, seen):
+            if count:
+                assert_bitwise(given["image_grid_thw"][:count], turn.image_grid_thw)
+                assert_bitwise(given["pixel_values"][: len(turn.pixel_values)], turn.pixel_values)
+            length = min(len(turn.prompt_ids) + len(turn.token_ids), given["position_ids"].shape[1])
+            assert_bitwise(given["position_ids"][0], torch.arange(given["position_ids"].shape[1]))
+            places = torch.arange(length).expand(3, -1) if turn.position_ids is None else turn.position_ids[:, :length]
+            assert_bitwise(given["position_ids"][1:, :length], places)
+        assert len(given.get("image_grid_thw", ())) == seen[-1]
+        shown += seen[-1] - seen[0]
+        kinds |= {after - before for before, after in itertools.pairwise(seen)}
+    assert kinds == {0, 1, 2} and shown > 4 and max(map(len, conversations.turns.values())) > 2
+    for one, (_, response), own in zip(conversations.found, conversations.rows, conversations.own, strict=True):
+        pads = torch.tensor(response) == pictures.VOCABULARY - len(pictures.TOKENS)
+        assert not (pads & own).any() and own.any() and not own.all(), one
+
+
+def test_the_actor_has_the_bits_of_every_turn(trained, conversations):
+    _, results = trained
+    rows = zip(results["turns"].logprobs, conversations.rows, conversations.own, conversations.drawn, strict=True)
+    for row, (_, response), own, drawn in rows:
+        assert_bitwise(row[-len(response) - 1 : -1].cpu()[own], drawn[own])
+        assert not drawn[~own].any() and own.sum() > 4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -169,7 +258,7 @@ def test_the_server_takes_images(folders, load_format):
             ({"image_data": [picture, picture]}, "images: got 2, but the prompt has a place for 1"),
             ({"image_data": [picture], "audio_data": [3]}, "audio_data: got some"),
             ({"image_data": [picture], "video_data": [3]}, r"videos\[0\]: this engine has no video processor"),
-            ({"image_data": [3]}, r"images\[0\]: got a int"),
+            ({"image_data": [3]}, r"image_data\[0\]: got a int, expected an image of PIL's"),
             ({"mm_processor_kwargs": {"max_pixels": 4}}, "mm_processor_kwargs: got max_pixels"),
         ):
             with pytest.raises((ValueError, TypeError), match=said):

@@ -5,6 +5,7 @@ import binascii
 import hashlib
 import io
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -228,8 +229,9 @@ def _is_placed(chunk: Chunk) -> bool:
 
 
 def opened_images(images: Sequence[Any], described: Images, processor: Any | None) -> list[Image]:
-    """TypeError or ValueError on what is no image, and where no processor makes patches of them."""
-    pictures = [opened(image) for image in images]
+    """TypeError or ValueError on what is no image, and where no processor makes patches of them. One of PIL's goes to
+    the processor in its own mode: what becomes of transparency, a trainer's processor decides too."""
+    pictures = [_bounded(image) if is_of_pil(image) else opened(image) for image in images]
     if processor is None:
         raise ValueError(
             "this engine has no image processor (preprocessor_config.json beside the weights, or "
@@ -246,12 +248,12 @@ def opened(image: Any) -> Any:
     except ImportError:
         raise ValueError("Pillow is not installed, which opens images: give pixel_values") from None
     if isinstance(image, PIL.Image.Image):
-        return _checked(image)
+        return _bounded(image).convert("RGB")
     image = read(image, TYPES, MOST_BYTES, "a PIL image, ")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            return _checked(PIL.Image.open(io.BytesIO(image), formats=_FORMATS))
+            return _bounded(PIL.Image.open(io.BytesIO(image), formats=_FORMATS)).convert("RGB")
     except PIL.UnidentifiedImageError:
         raise ValueError(
             f"the {len(image)} bytes are no image that is known, expected {', '.join(_FORMATS)}, or an image of PIL's"
@@ -262,12 +264,18 @@ def opened(image: Any) -> Any:
         raise ValueError(f"a broken image: {error}") from None
 
 
-def _checked(image: Any) -> Any:
+def is_of_pil(image: Any) -> bool:
+    """Whether it is an image of Pillow's, which need not be installed."""
+    pil = sys.modules.get("PIL.Image")
+    return pil is not None and isinstance(image, pil.Image)
+
+
+def _bounded(image: Any) -> Any:
     """Of some pixels, and no more than allowed: looked at before they are decoded."""
     width, height = image.size
     if not 0 < width * height <= MOST_PIXELS:
         raise ValueError(f"got {width} x {height} pixels, expected 1 to {MOST_PIXELS}")
-    return image.convert("RGB")
+    return image
 
 
 def read(given: Any, types: Sequence[str], most: int, otherwise: str = "") -> bytes:

@@ -28,6 +28,7 @@ from ..core import garbage
 from ..engine import Engine
 from ..errors import WeightsMissing
 from ..handover.receiver import WeightReceiver
+from ..media.images import is_of_pil
 from ..request import Completion
 from ..serve.server import Server as HTTP
 from ..serve.settings import Settings
@@ -58,9 +59,11 @@ def _digest(*what: object) -> bytes:
 
 
 def _content(given: Any) -> bytes | str:
-    """What one image or video has and others have not: of PIL's images the pixels, of videos their frames and what is
-    said of them; what else may stand for one is named by itself."""
+    """What one image or video has and others have not: of PIL's images the pixels and what they stand for, of videos
+    their frames and what is said of them; what else may stand for one is named by itself."""
     about: tuple = ()
+    if is_of_pil(given):
+        about = given.getpalette(None), given.info.get("transparency")
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         given, said = np.asarray(given[0]), given[1]
         about = given.dtype.str, given.shape, {k: v.tolist() if hasattr(v, "tolist") else v for k, v in said.items()}
@@ -202,7 +205,8 @@ class Server:
     ) -> TokenOutput:  # fmt: skip
         """One sample of one prompt.
 
-        image_data       PIL images, as many as prompt_ids have places for; each place has one image token, or all
+        image_data       PIL images of any mode, those of all turns, as many as prompt_ids have places for; each place
+                         has one image token, or all
         video_data       likewise videos: frames, and transformers' metadata of them
         sampling_params  vLLM's names. Without a seed each call has its own; with full_determinism it follows from
                          rollout.seed, request_id, prompt_ids, images and videos, how many calls of these came before
@@ -223,6 +227,11 @@ class Server:
         ids, asked = normalize_token_ids(prompt_ids), dict(sampling_params)
         given = (("images", image_data), ("videos", video_data))
         media = {name: list(data) for name, data in given if data is not None and len(data)}
+        for i, image in enumerate(media.get("images", ())):
+            if not is_of_pil(image):
+                got = type(image).__name__
+                said = "an image of PIL's: verl's processor opens and turns what else there is in a way of its own"
+                raise TypeError(f"vexact: image_data[{i}]: got a {got}, expected {said}")
         prompt = {"prompt_token_ids": ids, **media} if media else ids
         shown = ()
         wants_logprobs, teaches = bool(asked.pop("logprobs", False)), asked.pop("prompt_logprobs", None)
