@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import workers
+from . import rewards, workers
 from .environment import environment
 from .models import make_prompts
 
@@ -40,6 +40,8 @@ class Case:
     steps: int = 3
     lr: float = 1e-3
     device: str = "cpu"  # or cuda
+    rewards: str | None = None  # of a model: "colocated" with the trainers, or on a GPU "apart"
+    turns: bool = False  # answers have what tools said between what was drawn
     overrides: tuple[str, ...] = ()
 
     def __str__(self):
@@ -102,7 +104,7 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
         "trainer.val_before_train": False,
         "trainer.total_training_steps": case.steps,
         "trainer.total_epochs": 1,
-        **on_this_machine(case.device, case.ranks, folder),
+        **on_this_machine(case.device, case.ranks + (case.rewards == "apart"), folder),
     }
     if case.vendor is None:
         given["+actor_rollout_ref.model.override_config.attn_implementation"] = "sdpa"
@@ -122,7 +124,10 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
         given[f"{rollout}.checkpoint_engine.backend"] = "vexact"
         given[f"{rollout}.checkpoint_engine.custom_backend_module"] = "vexact_engine.verl.checkpoint"
         given["trainer.v1.separate_async.parameter_sync_step"] = 1
-    given.update(override.split("=", 1) for override in case.overrides)
+    told = case.overrides
+    if case.rewards:
+        told = (*rewards.options(rewards.make_model(folder / "reward_model"), case.rewards == "apart"), *told)
+    given.update(override.split("=", 1) for override in told)
     return [f"{key}={value}" for key, value in given.items()]
 
 
@@ -191,8 +196,13 @@ def run(case: Case, model: Path, folder: Path, timeout: float = 900) -> Run:
 
 def compared(samples: list[dict]) -> tuple[int, int]:
     """How many tokens have log-probabilities of rollout and trainer, and how many of them differ in bits."""
-    pairs = [pair for s in samples for pair in zip(s["rollout_log_probs"], s["old_log_probs"], strict=True)]
+    pairs = [pair for s in samples for pair in zip(*(drawn(s, f"{who}_log_probs") for who in ("rollout", "old")))]
     return len(pairs), sum(a != b for a, b in pairs)
+
+
+def drawn(sample: dict, name: str) -> list:
+    """Of the response's tokens those that the model drew."""
+    return [value for value, own in zip(sample[name], sample["response_mask"], strict=True) if own]
 
 
 def keep(ran: Run, file: str) -> None:
@@ -229,18 +239,18 @@ def keep(ran: Run, file: str) -> None:
         lines.write(json.dumps(record) + "\n")
 
 
-def check_step(samples: list[dict], version: int) -> int:
+def check_step(samples: list[dict], version: int, turns: bool = False) -> int:
     """Rollout and trainer have the same bits for each token of a batch. -> how many tokens that are"""
     tokens = 0
     for sample in samples:
         length = len(sample["responses"])
         assert sample["first_version"] == sample["last_version"] == version, f"weights of another step: {sample}"
-        assert length and sample["response_mask"] == [1] * length
+        assert length and len(sample["response_mask"]) == length and (turns or sample["response_mask"] == [1] * length)
         for name in ("rollout_log_probs", "old_log_probs"):
             assert len(sample[name]) == length, f"{name}: {len(sample[name])} of {length} tokens"
-        differ = sum(a != b for a, b in zip(sample["rollout_log_probs"], sample["old_log_probs"]))
-        assert not differ, f"rollout and trainer differ in {differ} of {length} tokens of {sample['key']}"
-        tokens += length
+        count, differ = compared([sample])
+        assert not differ, f"rollout and trainer differ in {differ} of {count} tokens of {sample['key']}"
+        tokens += count
     return tokens
 
 
@@ -257,7 +267,7 @@ def check(ran: Run) -> int:
         assert step["step"] == number + 1 and len(step["samples"]) == 8
         answers = {(tuple(sample["prompts"]), tuple(sample["responses"])) for sample in step["samples"]}
         assert len(answers) == 8, "two samples of a prompt are one"
-        tokens += check_step(step["samples"], version=number)
+        tokens += check_step(step["samples"], number, case.turns)
     check_training(ran)
     assert tokens > case.steps * 8 * 4
     return tokens
@@ -269,5 +279,5 @@ def check_training(ran: Run) -> None:
     differ = sum(a != b for record in ran.training for a, b in zip(record["training"], record["old"], strict=True))
     assert not differ, f"the training forward and old_log_probs differ in {differ} tokens"
     forward = sorted(x for record in ran.training for x in record["training"])
-    batches = sorted(x for step in ran.steps for sample in step["samples"] for x in sample["old_log_probs"])
+    batches = sorted(x for step in ran.steps for sample in step["samples"] for x in drawn(sample, "old_log_probs"))
     assert forward == batches, "the training forward has other log-probabilities than the batches"

@@ -31,6 +31,7 @@ def write(name: str, record: dict) -> None:
 def recorded(old_log_prob, log_prob, advantages, response_mask, *args, **kwargs):
     mask = response_mask.bool()
     record = {"training": bits(log_prob[mask]), "old": bits(old_log_prob[mask]), "dtype": str(log_prob.dtype)}
+    record["advantages"] = bits(advantages[mask])
     write(f"training.{os.getpid()}.jsonl", record)
     return get_policy_loss_fn("vanilla")(old_log_prob, log_prob, advantages, response_mask, *args, **kwargs)
 
@@ -39,7 +40,7 @@ def samples_of(batch) -> list[dict]:
     """The samples of a batch, each with all that was written down for it, without those that only fill it up."""
     import transfer_queue
 
-    fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"]
+    fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "rm_scores"]
     data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     rows = {name: data[name].unbind() for name in fields}
     samples = []
@@ -48,7 +49,8 @@ def samples_of(batch) -> list[dict]:
             continue
         sample = {"key": key, "first_version": tag["min_global_steps"], "last_version": tag["max_global_steps"]}
         for name in fields:
-            sample[name] = bits(rows[name][i]) if name.endswith("log_probs") else rows[name][i].tolist()
+            row = rows[name][i]
+            sample[name] = bits(row) if row.is_floating_point() else row.tolist()
         samples.append(sample)
     return samples
 

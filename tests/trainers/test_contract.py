@@ -81,6 +81,13 @@ SIGNATURES = {
     ),
     # our manager of agent loops
     "verl.experimental.agent_loop.agent_loop:AgentLoopManager._init_agent_loop_workers": "self",
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences": "self, prompts",
+    # our reward manager
+    "verl.experimental.reward_loop.reward_manager.base:RewardManagerBase.__init__": (
+        "self, config, tokenizer, compute_score"
+    ),
+    "verl.experimental.reward_loop.reward_manager.base:RewardManagerBase.run_single": "self, data",
+    "verl.experimental.reward_loop.reward_model:RewardModelManager.__init__": "self, config, resource_pool=None",
     # vx.patch.veomni
     "veomni.ops.kernel_registry:KernelSpec.__init__": (
         "self, name, op_name, variant, factory, hardware, description=''"

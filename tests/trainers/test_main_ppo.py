@@ -5,6 +5,7 @@ what the trainer computed for it again (old_log_probs), and what the training fo
 `IN_CI`; VEXACT_TRAINERS=all runs every combination.
 """
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -17,8 +18,9 @@ import torch
 
 from vexact_ops.testing import assert_bitwise
 
+from . import rewards
 from .models import FAMILIES, HYBRIDS, WITH_VISION
-from .ppo import Case, Run, check, check_training, compared, lines, run
+from .ppo import Case, Run, check, check_training, compared, run
 
 TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
 # VeOmni has no FSDP for one rank. verl gives all requests one id then: the samples of a prompt differ nevertheless
@@ -27,15 +29,17 @@ ONE_RANK = [Case(family, ranks=1, overrides=DETERMINISTIC) for family in FAMILIE
 # The same in every run, and kept after steps 2 and 3.
 ORDERED = ("path=pkg://vexact_engine.verl.sampler", "name=Ordered")
 REPEATED = (*DETERMINISTIC, *(f"trainer.v1.sampler.custom_sampler.{option}" for option in ORDERED))
-KEPT = Case("deepseek_v3", ranks=1, overrides=(*REPEATED, "trainer.save_freq=2"))
+# and its rewards are of a model, whose scores are there again too
+KEPT = Case("deepseek_v3", ranks=1, rewards="apart", overrides=(*REPEATED, "trainer.save_freq=2"))
 # Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
 # under both, and a README's command (test_recipes) runs the dense one.
 IN_CI = [
     Case("qwen3_5_moe"),  # a hybrid with experts, and a tower that no image asks for
     Case("qwen3_5_moe", "veomni"),
-    Case("deepseek_v3", "veomni"),
+    Case("deepseek_v3", "veomni", rewards="colocated"),
     KEPT,
 ]
+REWARDED = [case for case in IN_CI if case.rewards]
 OF_IMAGES = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in WITH_VISION]  # and text alone
 EVERY = [*TWO_RANKS, *ONE_RANK, KEPT, *(Case(family) for family in HYBRIDS), *OF_IMAGES]
 STOCK = Case("qwen3", ranks=1, vendor=None)
@@ -82,6 +86,39 @@ def test_one_other_bit_is_noticed(case, trained):
     ran.steps[0]["samples"][0]["rollout_log_probs"].pop()
     with pytest.raises(AssertionError, match=r"rollout_log_probs: \d+ of \d+ tokens"):
         check(ran)
+
+
+def bits(values) -> list[int]:
+    return torch.as_tensor(values, dtype=torch.float32).reshape(-1).view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("case", REWARDED, ids=str)
+def test_rewards_are_the_reward_model_s_scores(case, trained, models):
+    """Those of every answer, what is logged of them, and the advantages that are trained with."""
+    import pandas
+    from transformers import AutoTokenizer
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    ran, words = trained(case), AutoTokenizer.from_pretrained(models(case.family))
+    asked = [list(chat) for chat in pandas.read_parquet(ran.folder / "data" / "prompts.parquet")["prompt"]]
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    known = {tuple(words.apply_chat_template(chat, **options)): chat for chat in asked}
+    advantages = []
+    for metrics, step in zip(ran.metrics, ran.steps, strict=True):
+        samples, chats = step["samples"], []
+        for sample in samples:
+            text = words.decode(sample["responses"]).replace(words.eos_token, "")
+            chats.append([*known[tuple(sample["prompts"])], {"role": "assistant", "content": text}])
+        scores = rewards.scores(ran.folder / "reward_model", chats)
+        assert len(set(scores)) > len(samples) / 2
+        for sample, score in zip(samples, scores, strict=True):
+            assert sample["rm_scores"] == [*[0] * (len(sample["responses"]) - 1), *bits(score)]
+        for kind in ("critic/score", "critic/rewards"):
+            assert (metrics[f"{kind}/max"], metrics[f"{kind}/min"]) == (max(scores), min(scores))
+        groups, mask = [sample["key"].rsplit("_", 2)[0] for sample in samples], torch.ones(len(samples), 1)
+        each, _ = compute_grpo_outcome_advantage(torch.tensor(scores)[:, None], mask, index=groups)
+        advantages += [value for sample, one in zip(samples, each) for value in bits(one) * len(sample["responses"])]
+    assert sorted(advantages) == sorted(value for record in ran.training for value in record["advantages"])
 
 
 def last_step(ran: Run) -> tuple[list[dict], list[int], float, dict[str, torch.Tensor]]:
@@ -191,12 +228,17 @@ def test_a_run_ends_when_an_agent_loop_worker_has_died(models, tmp_path):
     case = Case("qwen3", ranks=1, steps=200, overrides=WATCHED)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, case, models("qwen3"), folder, 400)
-        while not lines(folder / "metrics.jsonl"):
+        metrics = folder / "metrics.jsonl"
+        while not metrics.exists() or "\n" not in metrics.read_text():
             assert not running.done(), running.exception()
             time.sleep(0.2)
+        killed = 0
         for process in psutil.process_iter(["cmdline"]):
-            named = "AgentLoopWorker" in " ".join(process.info["cmdline"] or ())
-            if named and process.environ().get("VEXACT_RECORD") == str(folder):  # of this run
-                process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # another run's, which ends meanwhile
+                named = "AgentLoopWorker" in " ".join(process.info["cmdline"] or ())
+                if named and process.environ().get("VEXACT_RECORD") == str(folder):  # of this run
+                    process.kill()
+                    killed += 1
+        assert killed
         with pytest.raises(AssertionError, match="vexact: an agent-loop worker has died"):
             running.result()

@@ -8,31 +8,23 @@ import numpy
 import pytest
 import torch
 import uvicorn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
-import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig
 from vexact_engine.serve import Settings
 from vexact_engine.serve.server import Server
 
-from .models import SIZES, config_of, tokenizer
+from . import rewards
+from .rewards import MODULE, OURS
 from .rollout_trainer import rollout_config
 
 CHAT = [{"role": "user", "content": "1 plus 2?"}]
 ANSWERS = ["3", "It is three.", "no idea"]
-MODULE = "pkg://vexact_engine.verl.reward"
 
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reward")
-    words = tokenizer("qwen3", SIZES["vocab_size"])
-    ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config_of("qwen3", **{**SIZES, **ids}, num_labels=1))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    words.save_pretrained(folder)
-    return str(folder)
+    return str(rewards.make_model(tmp_path_factory.mktemp("reward")))
 
 
 @pytest.fixture(scope="module")
@@ -85,25 +77,29 @@ def data(words):
     return DataProto.from_dict(tensors, non_tensors={"raw_prompt": chats})
 
 
-OURS = (
-    "reward.reward_manager.source=importlib",
-    "reward.reward_manager.name=ModelReward",
-    f"reward.reward_manager.module.path={MODULE}",
-    f"reward.custom_reward_function.path={MODULE}",
-)
-
-
 def test_rewards_are_the_patched_model_s_scores(reward_model, router):
     words = AutoTokenizer.from_pretrained(reward_model)
     made = worker(reward_model, router, *OURS)
     got = asyncio.run(made.compute_score_batch(data(words)))
-    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.bfloat16)
-    with vx.patch.hf(model), torch.no_grad():
-        for answer, one in zip(ANSWERS, got, strict=True):
-            chat = [*CHAT, {"role": "assistant", "content": answer}]
-            ids = words.apply_chat_template(chat, tokenize=True, return_dict=False)
-            assert one["reward_score"] == model(input_ids=torch.tensor([ids])).logits.item()
+    chats = [[*CHAT, {"role": "assistant", "content": answer}] for answer in ANSWERS]
+    assert [one["reward_score"] for one in got] == rewards.scores(reward_model, chats)
     assert len({one["reward_score"] for one in got}) == len(ANSWERS)
+
+
+def test_of_several_outputs_the_last_answer_is_scored(reward_model, router):
+    """verl's agent loop pads each as a whole, so that a short one's mask ends before its columns do."""
+    from verl import DataProto
+
+    words, manager = AutoTokenizer.from_pretrained(reward_model), worker(reward_model, router, *OURS).reward_manager
+    rows, prompts = [words(answer).input_ids for answer in ("It is three.", "3")], [3, 1]
+    width, longest = max(map(len, rows)), max(p + len(row) for p, row in zip(prompts, rows))
+    responses = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * n + [0] * (longest - n) for n in (p + len(row) for p, row in zip(prompts, rows))])
+    tensors = {"responses": responses, "prompts": torch.zeros(2, 3, dtype=torch.int64), "attention_mask": mask}
+    others = {"raw_prompt": numpy.array([CHAT] * 2), "response_len": numpy.array(list(map(len, rows)))}
+    item = DataProto.from_dict(tensors, non_tensors=others)[-1:][0]
+    chat = [*CHAT, {"role": "assistant", "content": "3"}]
+    assert manager.conversation(item) == words.apply_chat_template(chat, tokenize=True, return_dict=False)
 
 
 def test_without_it_verl_says_that_it_does_not_know_us(reward_model, router):

@@ -11,17 +11,26 @@ vexact"). Its own settings take another way past that, a reward manager and a re
 
 A reward is the last score of the conversation with the answer, through the reward model's own chat template, as verl's
 own is: before any softmax or sigmoid. It is the engine's own fp32 number, whatever else it scores at the time.
+
+The model shares the trainers' GPUs, and answers are scored when all of a batch are there; or it has GPUs of its own,
+and they are scored as they come:
+
+    reward.reward_model.enable_resource_pool=True reward.reward_model.nnodes=1 reward.reward_model.n_gpus_per_node=8
 """
 
 import asyncio
 import logging
+import math
 from typing import Any
 
 from . import check_versions
 
 check_versions()
 import aiohttp
+import ray
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+from .server import server_name
 
 log = logging.getLogger(__name__)
 
@@ -52,17 +61,24 @@ class ModelReward(RewardManagerBase):
         if getattr(reward_model_tokenizer, "chat_template", None) is None:
             raise ValueError("vexact: reward.reward_model.model_path: its tokenizer has no chat template")
         self._url, self._template = f"http://{reward_router_address}/classify", reward_model_tokenizer
-        self._model = str(config.reward.reward_model.model_path)
+        model = config.reward.reward_model
+        self._model, rollout = str(model.model_path), model.rollout
+        self._asleep = 0  # servers on GPUs of their own: verl has them sleep as they begin, and wakes none of those
+        if model.enable_resource_pool and rollout.free_cache_engine:
+            sizes = (rollout[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "data"))
+            self._asleep = model.n_gpus_per_node * model.nnodes // math.prod(sizes)
 
     async def run_single(self, data) -> dict[str, Any]:
+        await self._wake()
         ids = self.conversation(data[-1:][0])
         score = (await self._asked({"model": self._model, "input": ids, "use_activation": False}))["probs"][-1]
         return {"reward_score": score, "reward_extra_info": {"acc": score}}
 
     def conversation(self, item) -> list[int]:
         """What is scored."""
-        responses = item.batch["responses"]
-        there = int(item.batch["attention_mask"][-responses.shape[-1] :].sum())
+        responses, there = item.batch["responses"], item.non_tensor_batch.get("response_len")
+        if there is None:  # of an agent loop with several outputs the mask is not one of responses at its end
+            there = int(item.batch["attention_mask"][-responses.shape[-1] :].sum())
         text = self.tokenizer.decode(responses[:there])
         if self.tokenizer.eos_token:
             text = text.replace(self.tokenizer.eos_token, "")
@@ -70,17 +86,27 @@ class ModelReward(RewardManagerBase):
         options = {"add_generation_prompt": False, "tokenize": True, "return_dict": False}
         return list(self._template.apply_chat_template(messages, **options))
 
+    async def _wake(self) -> None:
+        servers = [ray.get_actor(server_name(rank, "reward_")) for rank in range(self._asleep)]
+        await asyncio.gather(*(server.wake_up.remote() for server in servers))
+        self._asleep = 0
+
     async def _asked(self, body: dict) -> dict:
-        said = ""
+        said, options = "", {"timeout": aiohttp.ClientTimeout(total=None)}  # a whole batch is asked at once
         for attempt in range(_TRIES):
             if attempt:
                 await asyncio.sleep(2**attempt)
             try:
-                async with aiohttp.ClientSession() as session, session.post(self._url, json=body) as answer:
+                async with aiohttp.ClientSession(**options) as session, session.post(self._url, json=body) as answer:
                     if answer.status == 200:
                         return (await answer.json())["data"][-1]
                     said = f"{answer.status}: {(await answer.text())[:500]}"
             except aiohttp.ClientError as error:
                 said = f"{type(error).__name__}: {error}"
             log.warning("vexact: %s: %s", self._url, said)
-        raise RuntimeError(f"vexact: the reward model at {self._url} gave no score: {said}")
+        length = len(body["input"])
+        raise RuntimeError(
+            f"vexact: the reward model at {self._url} gave no score of a conversation of {length} tokens: {said}. "
+            "verl's router tells no more: expected no more tokens than the model takes "
+            "(reward.reward_model.rollout.max_model_len, or its own positions), and see the log of its server"
+        )
