@@ -20,6 +20,7 @@ from vexact_engine.parallel.nodes import Nodes
 from vexact_engine.parallel.replicas import Replicas
 
 from . import workers
+from .pace import slow, slow_server
 from .rollout_trainer import rollout_config, weights
 
 CONFIG = EngineConfig(page_size=4, num_pages=200, max_num_seqs=4, max_num_batched_tokens=32, show_progress=False)
@@ -189,6 +190,7 @@ def test_verls_replica_of_two_nodes_and_what_it_is_asked_over_http(nodes, one):
 
     # While verl has ended its requests, nobody else's are begun
     before = decoded()
+    ray.get(server.__ray_call__.remote(slow_server))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(post, address, "/v1/chat/completions", {**chat, "max_tokens": 200, "ignore_eos": True})
         while decoded() == before:  # one that had not begun would be told to come again
@@ -197,6 +199,7 @@ def test_verls_replica_of_two_nodes_and_what_it_is_asked_over_http(nodes, one):
         asyncio.run(replica.abort_all_requests())
         status, found = running.result(60)
         assert status == 200 and found["usage"]["completion_tokens"] < 200
+    ray.get(server.__ray_call__.remote(slow_server, 0))
     assert post(address, "/v1/chat/completions", chat)[0] == 503
     asyncio.run(replica.resume_generation())
     assert post(address, "/v1/chat/completions", chat)[0] == 200
@@ -216,12 +219,16 @@ def test_a_process_or_a_node_that_goes_away_is_named(nodes, one):
         assert ask(engine) == first
         members = engine._worker._stages
         far = next(rank for rank, each in enumerate(members) if not each.near)
+        before = engine.stats.decode_tokens
+        slow(engine)
         running = pool.submit(engine.generate, PROMPTS[:2], LONG)
-        while engine.stats.decode_tokens < 60:
+        while engine.stats.decode_tokens < before + 4:
+            assert not running.done()
             time.sleep(0.01)
         os.kill(pids_of(engine)[far], signal.SIGKILL)
         with pytest.raises(StageDied, match=rf"stage {far} on .* has died \(signal 9\)"):
             running.result(60)
+        slow(engine, 0)
         assert ask(engine) == first, "on the same nodes, of the same weights"
         pids = pids_of(engine)
 

@@ -16,6 +16,7 @@ from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation, Wei
 from vexact_engine.verl.server import Server, engine_options
 
 from .environment import environment
+from .pace import slow
 from .rollout_trainer import rollout_config, weights
 
 PROMPT = [5, 6, 7, 8]
@@ -246,7 +247,8 @@ LONG = 250  # tokens, as many as fit: far from drawn when somebody aborts after 
 
 
 async def begun(server, count, name="r{}"):
-    """Calls that are being computed: each has drawn a token, and has most of its tokens before it."""
+    """Calls that are being computed, slowly: each has drawn a token, and has most of its tokens before it."""
+    slow(server.engine)
     asked, names = {**VERLS, "max_tokens": LONG}, [name.format(i) for i in range(count)]
     calls = [asyncio.ensure_future(server.generate(PROMPT, dict(asked), each)) for each in names]
     drawn = []
@@ -263,6 +265,7 @@ def test_aborted_calls_return_what_they_have(running):
     async def go():
         calls = await begun(server, 3)
         counted = await server.abort_all_requests()
+        slow(server.engine, 0)
         early = [await call for call in calls]
         late = [asyncio.ensure_future(server.generate(PROMPT, VERLS, "late")) for _ in range(2)]
         await asyncio.sleep(0.05)
@@ -303,6 +306,7 @@ def test_one_call_is_aborted(running):
     async def go():
         calls = await begun(server, 3)
         said = await server.abort_request("r1"), await server.abort_request("nobody")
+        slow(server.engine, 0)
         return said, [await call for call in calls]
 
     said, outputs = running.call(go())
@@ -352,6 +356,7 @@ def test_full_determinism(path):
         async def broken_off():
             calls = await begun(server, n, name)
             await server.abort_all_requests()
+            slow(server.engine, 0)
             had = [(await call).token_ids for call in calls]
             await server.resume_generation()
             rest = [

@@ -10,6 +10,7 @@ import torch
 
 from vexact_engine import Engine, EngineConfig, SamplingParams
 
+from .pace import drawn_by, slow_server
 from .rollout_trainer import rollout_config, weights
 
 PROMPT = [5, 6, 7, 8]
@@ -103,22 +104,21 @@ def test_calls_in_flight_go_on_after_an_abort(cluster):
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
     client, replicas = cluster.hybrid.get_client(FullyAsyncLLMServerClient), cluster.hybrid.get_replicas()
-    length, count = 220, 4
+    length, count, servers = 220, 4, [replica.server_handle for replica in replicas]
 
     async def go():
         asked = {**VERLS, "max_tokens": length, "seed": 3}
+        await asyncio.gather(*(server.__ray_call__.remote(slow_server) for server in servers))
         calls = [
             asyncio.ensure_future(client.generate(f"a{i}", prompt_ids=PROMPT, sampling_params=asked))
             for i in range(count)
         ]
-        aborted = 0
-        while not aborted:
-            await asyncio.sleep(0.05)
-            counts = await asyncio.gather(*(replica.abort_all_requests() for replica in replicas))
-            aborted = sum(found["aborted_count"] for found in counts)
-            assert all(len(found["request_ids"]) == found["aborted_count"] for found in counts)
-            if not aborted:
-                await asyncio.gather(*(replica.resume_generation() for replica in replicas))
+        while not any(await asyncio.gather(*(server.__ray_call__.remote(drawn_by) for server in servers))):
+            assert not any(call.done() for call in calls)
+        counts = await asyncio.gather(*(replica.abort_all_requests() for replica in replicas))
+        assert sum(found["aborted_count"] for found in counts) > 0
+        assert all(len(found["request_ids"]) == found["aborted_count"] for found in counts)
+        await asyncio.gather(*(server.__ray_call__.remote(slow_server, 0) for server in servers))
         await asyncio.gather(*(replica.sleep() for replica in replicas))
         await asyncio.to_thread(cluster.weights.update_weights, 4)
         assert not any(call.done() for call in calls)

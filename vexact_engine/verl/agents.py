@@ -26,8 +26,10 @@ _EVERY = 5.0  # seconds between two looks
 
 
 class AgentLoopWorkerDied(RuntimeError):
-    def __init__(self) -> None:
-        super().__init__("vexact: an agent-loop worker has died, and its samples will not come: the log says which")
+    def __init__(
+        self, text: str = "vexact: an agent-loop worker has died, and its samples will not come: the log says which"
+    ) -> None:
+        super().__init__(text)  # which is all that another process makes one of
 
 
 class Manager(AgentLoopManagerTQ):
@@ -36,6 +38,12 @@ class Manager(AgentLoopManagerTQ):
     def __init__(self, config, *args, **kwargs):
         check_data(config)
         super().__init__(config, *args, **kwargs)
+
+    def generate_sequences(self, prompts) -> None:
+        try:
+            super().generate_sequences(prompts)
+        except RayActorError as error:  # before anybody has looked
+            raise AgentLoopWorkerDied from error
 
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()
