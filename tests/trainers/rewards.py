@@ -16,14 +16,18 @@ OURS = (
 
 
 def make_model(folder: Path) -> Path:
-    """A Qwen3ForSequenceClassification in bf16 with its tokenizer, whatever family its conversations are of."""
+    """A Qwen3ForSequenceClassification in bf16 with its tokenizer, whatever family its conversations are of. The same
+    in every run, whatever the threads of others draw meanwhile."""
     from transformers import AutoModelForSequenceClassification
 
     words = tokenizer("qwen3", SIZES["vocab_size"])
     ids = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(config_of("qwen3", **{**SIZES, **ids}, num_labels=1))
+    model = AutoModelForSequenceClassification.from_config(config_of("qwen3", **{**SIZES, **ids}, num_labels=1))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     model.to(torch.bfloat16).save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
