@@ -1,6 +1,7 @@
 """Tiny random models of every family, and the ways in which one model may meet the same sequences."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def family(name: str, *marks):
 
 def config_of(name: str, **changes):
     cls = CONFIG_MAPPING[name]
-    wanted = {**SIZES, **FAMILIES.get(name, SMALL.get(name, {})), **changes}
+    wanted = copy.deepcopy({**SIZES, **FAMILIES.get(name, SMALL.get(name, {})), **changes})  # configs keep lists
     if "text_config" in cls.sub_configs and f"{name}_text" in CONFIG_MAPPING:  # a model of more than text
         config = cls(text_config=config_of(f"{name}_text", **changes).to_dict())
     else:

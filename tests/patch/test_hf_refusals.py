@@ -91,7 +91,7 @@ def test_layers_in_other_places_than_their_kinds_are_refused():
     model.model.layers = nn.ModuleList(reversed(model.model.layers))
     said = refusal(model)
     assert "layers.0.self_attn (Gemma2Attention): its mask has a window of 4, but it asks attention for None" in said
-    model.config.layer_types.reverse()
+    model.config.layer_types = model.config.layer_types[::-1]
     vx.patch.hf(model).undo()
 
 
