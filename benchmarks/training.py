@@ -276,9 +276,9 @@ def _measure(args, shape: str, trainer_class) -> Iterator[dict]:
 
 class _Recipe:
     """One side of the recipe's trainer, as `_bits` and `_race` ask for it: forwards are as many as it makes by itself
-    or, of the stock one, which holds their logits, FORWARDS."""
+    or, of the stock one, which holds their logits, of so many tokens that those fit beside both sides."""
 
-    PROMPT, FORWARDS = 0.25, 2
+    PROMPT, FORWARDS, STOCK_TOKENS = 0.25, 2, 4096
 
     def __init__(self, args, shape: str, aligned: bool):
         from torch.distributed.device_mesh import init_device_mesh
@@ -289,7 +289,8 @@ class _Recipe:
         self.length = min(256, args.tokens // (2 * self.FORWARDS))
         sequences = args.tokens // self.length
         chosen = {"model": shape, "layers": args.layers, "device": args.device, "learning_rate": 1e-6}
-        cut = None if aligned else sequences // self.FORWARDS
+        self.forwards = max(self.FORWARDS, -(-args.tokens // self.STOCK_TOKENS))
+        cut = None if aligned else -(-sequences // self.forwards)
         options = Options(**chosen, prompts=sequences // 2, samples=2, micro_batch=cut)
         device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
         self.trainer = Trainer(options, init_device_mesh(args.device, (1,)), device, aligned)
@@ -329,7 +330,7 @@ def _recipe(args, shape: str) -> dict:
         products = 6 * sum(p.numel() for p in trainer.weights.parameters()) * args.tokens
         tflops = products / times[0] / 1e9  # of weights alone, attention's own left out
         rates = {"tflops": round(tflops, 2), "of_product": round(tflops / _product(args.device), 3)}
-        ours, stock = (len(trainer._batches(sides[0].samples(args.tokens // sides[0].length))), _Recipe.FORWARDS)
+        ours, stock = (len(side.trainer._batches(side.samples(args.tokens // side.length))) for side in sides)
         case = f"recipe rl, {ours} x {args.tokens // ours} tokens"
         kernels = f"sdpa, torch, padded, {stock} x {args.tokens // stock} tokens"
         return _record(args, shape, case, times, **rates, gib=gib, kernels=kernels, bits=bits)

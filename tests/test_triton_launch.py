@@ -1,6 +1,10 @@
 """Kernels that are launched together: in their order, compiled side by side once for each kind, and with no less where
 that fails."""
 
+import importlib
+import threading
+import time
+
 import pytest
 import torch
 
@@ -55,3 +59,34 @@ def test_what_fails_ahead_is_left_to_the_launch(said, monkeypatch):
     monkeypatch.setattr(core, "_compile", fail)
     core.launch(launches(said), torch.device("cuda", 0), 1)
     assert len(said) == 3
+
+
+def test_launchers_are_made_in_turn():
+    """Of Triton up to 3.6, whose launchers are modules of one name: here of two threads that load at once."""
+    loaded = {}
+
+    class Launcher:
+        def __init__(self, name):
+            loaded["__triton_launcher"] = name
+            time.sleep(0.05)
+            self.launch = loaded["__triton_launcher"]
+
+    def made():
+        both = {}
+        threads = [threading.Thread(target=lambda n=n: both.update({n: Launcher(n).launch})) for n in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return both
+
+    assert made() != {"a": "a", "b": "b"}  # what would be
+    core.load_in_turn(Launcher)
+    assert made() == {"a": "a", "b": "b"}
+
+
+def test_tritons_own_launchers_are():
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    if not hasattr(driver, "make_launcher"):
+        pytest.skip("this Triton's launchers are no modules")
+    assert hasattr(driver.CudaLauncher.__init__, "__wrapped__")

@@ -12,7 +12,9 @@ root are the correctly rounded ones. One function has other bits than a CPU's: e
 import concurrent.futures
 import contextlib
 import functools
+import importlib
 import os
+import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +35,30 @@ def on(tensor: Tensor):
     return torch.cuda.device(tensor.device)
 
 
+_LOADING = threading.Lock()
+
+
+def load_in_turn(launcher: type) -> None:
+    """Has what a kernel is launched by made by one thread at a time.
+
+    Up to Triton 3.6 it is a C module for each signature, and all bear one name: Python fills the module that bears it
+    anew where one of them is loaded again. A thread that has loaded a launcher and not yet read it can so be given that
+    of another thread's kernel, which takes other arguments, or as many of other kinds.
+    """
+    made = launcher.__init__
+
+    @functools.wraps(made)
+    def in_turn(self, *args, **kwargs) -> None:
+        with _LOADING:
+            made(self, *args, **kwargs)
+
+    launcher.__init__ = in_turn
+
+
+if not _INTERPRETED and hasattr(_driver := importlib.import_module("triton.backends.nvidia.driver"), "make_launcher"):
+    load_in_turn(_driver.CudaLauncher)
+
+
 class Launch(NamedTuple):
     """A Triton kernel with what it is launched with."""
 
@@ -47,8 +73,8 @@ _launched: set[Hashable] = set()
 
 def launch(launches: Sequence[Launch], device: torch.device, kind: Hashable) -> None:
     """Launch kernels one after the other. Where none of this kind were launched before, they are compiled side by side
-    first: most of that time is an assembler's and a C compiler's, each in a process of its own. What fails there is met
-    again by the launch, which says why.
+    first: most of that time is an assembler's, in processes of its own. What fails there is met again by the launch,
+    which says why.
 
     kind  what they are compiled for, such as sizes that they are specialized on
     """
