@@ -48,6 +48,7 @@ def _sorted_out(records: list[dict]) -> list[tuple[Callable, list[dict]]]:
         tables.handover_table: lambda r: r["room"] == "handover",
         tables.training_table: lambda r: r["room"] == "training",
         tables.speculation_table: lambda r: r["room"] == "speculation",
+        tables.images_table: lambda r: r["room"] == "images",
         tables.spread_table: lambda r: "geomean_to_stock" in r,
     }
     found = {make: [r for r in records if of(r)] for make, of in special.items()}

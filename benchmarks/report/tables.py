@@ -207,6 +207,12 @@ def speculation_table(records: Iterable[dict]) -> str:
     return markdown(["sequences and drafts", "ms per token without", "with", "time", "accepted", "differ"], rows)
 
 
+def images_table(records: Iterable[dict]) -> str:
+    """An image encoder beside its peers, and decodes with images in the cache beside those of text alone."""
+    rows = [[r["case"], r["backend"], f"{r['ours']:.2f}", f"{r['ratio']:.2f}"] for r in records]
+    return markdown(["images", "kernels", "ms", "vexact's time over it; of a decode, over text's"], rows)
+
+
 def program_table(records: Iterable[dict]) -> str:
     """The whole-program records (engine, memory)."""
     heads = ["program", "case", "ours", "stock", "unit", "ours / stock", "others"]

@@ -29,6 +29,7 @@ def race_on_gpu(
                 raise
             except Exception as failure:
                 failed[which] = failure
+                pool = torch.cuda.graph_pool_handle()  # what a broken capture has left of one serves no other
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def replay(which: int) -> float:
