@@ -74,3 +74,10 @@ def test_in_fp32_the_model_has_the_masters():
     masters = Masters(model, torch.float32)
     assert {id(p) for p in masters.parameters()} == {id(p) for p in model.parameters()}
     masters.round()
+
+
+def test_what_the_model_computes_with_is_said_in_the_masters_order():
+    model = build("Qwen3").float().train()
+    masters = Masters(model, torch.bfloat16)
+    assert [id(p) for p in masters.rounded()] == [id(p) for p in model.parameters()]
+    assert all(torch.equal(r, m.bfloat16()) for r, m in zip(masters.rounded(), masters.parameters()))

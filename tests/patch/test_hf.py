@@ -250,6 +250,36 @@ def test_logprobs_are_those_of_the_logits(name, device, dtype):
 
 @pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
 @KINDS
+def test_log_probabilities_where_they_are_wanted(name, device, dtype):
+    """No others, and the same bits and gradients, in every form of a batch."""
+    model, seqs = tiny(name, dtype, device=device), sequences(device=device)
+    (ids, cu, positions), (padded, mask) = pack(seqs), pad(seqs, "left")
+    forms = {
+        "cu_seqlens": (ids, {"cu_seqlens": cu}),
+        "cu_seqlens on the CPU": (ids[0], {"cu_seqlens": cu.cpu()}),
+        "positions": (ids, {"position_ids": positions}),
+        "padding": (padded, {"attention_mask": mask}),
+    }
+    with vx.patch.hf(model) as handle:
+        for form, (given, options) in forms.items():
+            options |= {"temperature": 0.7, "return_entropy": True}
+            every = handle.logprobs(given, **options)
+            for where in (torch.arange(given.numel()) % 3 == 1, torch.zeros(given.numel(), dtype=torch.bool)):
+                where = where.view(given.shape).to("cpu" if "CPU" in form else device)
+                got, here = handle.logprobs(given, where=where, **options), where.to(device)
+                assert_bitwise(got, [torch.where(here, v, 0) for v in every], form)
+        weights = dict(model.named_parameters())
+        here = torch.arange(ids.numel(), device=device)[None] % 2 == 0
+        loss = handle.logprobs(ids, cu_seqlens=cu, where=here).sum(), handle.logprobs(ids, cu_seqlens=cu)[here].sum()
+        assert_bitwise(*(torch.autograd.grad(each, tuple(weights.values())) for each in loss), "gradients")
+        with pytest.raises(TypeError, match=r"^logprobs: where: got dtype torch.int64, expected a mask, bool"):
+            handle.logprobs(ids, where=ids)
+        with pytest.raises(ValueError, match=r"^logprobs: where: got shape \(\d+,\), expected \(1, \d+\)"):
+            handle.logprobs(ids, where=here[0])
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
+@KINDS
 def test_a_temperature_for_each_token(name, device, dtype):
     model = tiny(name, dtype, device=device)
     ids, cu, _ = pack(sequences(device=device))

@@ -38,6 +38,10 @@ class Masters(nn.Module):
         self._rounded[master] = parameter
         return master
 
+    def rounded(self) -> list[Tensor]:
+        """Of each parameter, in their order, what the model computes with."""
+        return [self._rounded.get(master, master) for master in self.parameters()]
+
     @torch.no_grad()
     def round(self) -> None:
         """After masters have moved: the model follows."""

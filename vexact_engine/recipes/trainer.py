@@ -20,6 +20,7 @@ from .masters import Masters
 from .options import SEQUENCES, Options
 
 FORWARD_TOKENS = 8192  # of a forward, about: of few rows a GPU's kernels are through before others are called
+COUNTED = 1 << 26  # weights of which it is counted at once how many have moved
 NARROW = 1024  # features up to which a GPU takes twice as many: its kernels have half the work of the next size's
 
 
@@ -147,11 +148,13 @@ class Trainer:
         ends = [0, *itertools.accumulate(map(len, rows))]
         ids = self._integers([token for row in rows for token in row])
         bounds = torch.tensor(ends, dtype=torch.int32)
-        options = {"cu_seqlens": bounds, "temperature": self.options.temperature, "return_entropy": entropy}
-        found = self._handle.logprobs(ids, **options)
         # The value at t is of token t + 1: an answer's begin at its prompt's last token.
         places = [t for s, end in zip(batch, ends[1:]) for t in range(end - len(s.token_ids) - 1, end - 1)]
-        index = self._integers(places)
+        index, answers = torch.tensor(places), torch.zeros(ends[-1], dtype=torch.bool)
+        answers[index] = True
+        options = {"cu_seqlens": bounds, "temperature": self.options.temperature, "return_entropy": entropy}
+        found = self._handle.logprobs(ids, where=answers, **options)
+        index = sent(index, self.device)
         return (found[0][index], found[1][index]) if entropy else (found[index], None)
 
     def _padded(self, batch: Sequence[Sample], entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -179,7 +182,7 @@ class Trainer:
         returns   gradient norm of the last mini-batch, and how many weights, as the engine will hold them, have moved
         raises    Diverged
         """
-        before = list(self._rounded())
+        before = list(self._held())
         size, seen = len(samples) // self.options.mini_batches, []
         for number, total in enumerate(tokens):
             self.optimizer.zero_grad()
@@ -197,7 +200,7 @@ class Trainer:
             lengths = [len(s.token_ids) for s in batch]
             for sample, *values in zip(batch, *(v.cpu().split(lengths) for v in both)):
                 sample.new, sample.entropy = values
-        moved = sum((now != old).sum() for now, old in zip(self._rounded(), before))
+        moved = sum((now != old).sum() for now, old in zip(self._held(), before))
         dist.all_reduce(moved, group=self._mesh.get_group())
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
         if not math.isfinite(norm):
@@ -208,11 +211,18 @@ class Trainer:
             )
         return {"grad_norm": norm, "moved": moved.item() / sum(p.numel() for p in self._parameters)}
 
-    def _rounded(self) -> Iterator[Tensor]:
-        """Copies of this rank's part of each weight, as the engine will hold it."""
-        for p in self._parameters:
+    def _held(self) -> Iterator[Tensor]:
+        """Copies of this rank's part of the weights, as the engine will hold them: some tenth of a GiB at a time, for
+        a kernel each of some three hundred parameters takes a GPU as long as a forward."""
+        kept: list[Tensor] = []
+        for p in self._parameters if self._masters is None else self._masters.rounded():
             part = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
-            yield part.to(self._dtype, copy=True)
+            kept.append(part.to(self._dtype).flatten())
+            if sum(map(torch.numel, kept)) >= COUNTED:
+                yield torch.cat(kept)
+                kept.clear()
+        if kept:
+            yield torch.cat(kept)
 
     def _train(self, batch: Sequence[Sample], total: int) -> tuple[Tensor, Tensor]:
         """Adds to the gradients. Returns log-probabilities and entropies of all answers' tokens."""

@@ -181,6 +181,7 @@ class Handle:
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Tensor | Sequence[float] | None = None,
+        where: Tensor | None = None,
         return_entropy: Literal[False] = False,
     ) -> Tensor: ...
     @overload
@@ -197,6 +198,7 @@ class Handle:
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Tensor | Sequence[float] | None = None,
+        where: Tensor | None = None,
         return_entropy: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
     def logprobs(
@@ -212,6 +214,7 @@ class Handle:
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Tensor | Sequence[float] | None = None,
+        where: Tensor | None = None,
         return_entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The log-probability of each next token, with gradients and without ever holding T x V logits.
@@ -228,9 +231,11 @@ class Handle:
                         on three axes (3 | 4, B, S), they are counted as the model counts them
         pixel_values_videos  and video_grid_thw: of videos likewise; second_per_grid_ts (videos,) where the model's
                         positions count seconds: from frame to frame
+        where           bool, like input_ids: at which t values are wanted, an answer's say; None: at all. The output
+                        layer is computed there alone. With cu_seqlens best on the CPU too
         return_entropy  also the entropy of each distribution
         returns         fp32 like input_ids: at t, log p(input_ids[t + 1] | input_ids[..t]); 0 at the last token of a
-                        sequence and at padding
+                        sequence, at padding, and where none is wanted
         bits            a value depends on its own sequence, the weights and the temperature alone
         raises          ValueError on shapes, RuntimeError after undo(), or of a model in DistributedDataParallel, whose
                         gradients would be one rank's
@@ -261,6 +266,12 @@ class Handle:
             position_ids = of_text
             if images:
                 raise ValueError(f"logprobs: pixel_values: {type(patch.model).__name__} takes no images")
+        if where is not None and (not isinstance(where, Tensor) or where.dtype != torch.bool):
+            got = f"dtype {where.dtype}" if isinstance(where, Tensor) else f"a {type(where).__name__}"
+            raise TypeError(f"logprobs: where: got {got}, expected a mask, bool")
+        if where is not None and where.shape != input_ids.shape:
+            got, expected = tuple(where.shape), tuple(input_ids.shape)
+            raise ValueError(f"logprobs: where: got shape {got}, expected {expected}")
         longest = None
         if cu_seqlens is None:
             follows = torch.ones_like(ids, dtype=torch.bool)
@@ -269,12 +280,16 @@ class Handle:
                 follows[:, :-1] = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
             elif of_text is not None:
                 follows[:, :-1] = of_text.expand_as(ids).diff(dim=1) == 1
+            if where is not None:
+                follows &= where.view_as(ids).to(follows.device)
             index = follows.flatten().nonzero()[:, 0]
         else:  # on the host: a GPU is not waited for where they lie there
             bounds = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
             check_cu("logprobs: cu_seqlens", bounds, ids.numel())
             lengths, follows = bounds.diff(), torch.ones(ids.numel(), dtype=torch.bool)
             follows[bounds[1:][lengths > 0].long() - 1] = False
+            if where is not None:
+                follows &= where.flatten().cpu()
             longest = int(lengths.max())
             index = sent(follows.nonzero()[:, 0], ids.device)
             cu_seqlens = sent(cu_seqlens, ids.device)
