@@ -228,7 +228,7 @@ class Server:
         given = (("images", image_data), ("videos", video_data))
         media = {name: list(data) for name, data in given if data is not None and len(data)}
         for i, image in enumerate(media.get("images", ())):
-            if not is_of_pil(image):
+            if self.engine.images is not None and not is_of_pil(image):  # a model of text takes none at all
                 got = type(image).__name__
                 said = "an image of PIL's: verl's processor opens and turns what else there is in a way of its own"
                 raise TypeError(f"vexact: image_data[{i}]: got a {got}, expected {said}")
