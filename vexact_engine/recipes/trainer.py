@@ -150,7 +150,7 @@ class Trainer:
         bounds = torch.tensor(ends, dtype=torch.int32)
         # The value at t is of token t + 1: an answer's begin at its prompt's last token.
         places = [t for s, end in zip(batch, ends[1:]) for t in range(end - len(s.token_ids) - 1, end - 1)]
-        index, answers = torch.tensor(places), torch.zeros(ends[-1], dtype=torch.bool)
+        index, answers = torch.tensor(places, dtype=torch.int64), torch.zeros(ends[-1], dtype=torch.bool)
         answers[index] = True
         options = {"cu_seqlens": bounds, "temperature": self.options.temperature, "return_entropy": entropy}
         found = self._handle.logprobs(ids, where=answers, **options)

@@ -1,0 +1,113 @@
+"""handle.logprobs and scores: the numbers of the logits, of any rows, at any temperatures, where they are wanted."""
+
+import pytest
+import torch
+from conftest import devices
+from families import alone, family, pack, pad, sequences, tiny
+
+import vexact_ops as vx
+from vexact_ops.testing import assert_bitwise
+
+KINDS = pytest.mark.parametrize("device,dtype", devices())
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("llama", "gemma2", "granite")])
+@KINDS
+def test_logprobs_are_those_of_the_logits(name, device, dtype):
+    model, seqs, none = tiny(name, dtype, device=device), sequences(device=device), torch.zeros(1, device=device)
+    with vx.patch.hf(model) as handle:
+        expected, entropy = [], []
+        for s, logits in zip(seqs, alone(model, seqs)):
+            logp = vx.log_softmax(logits / torch.full_like(logits, 0.7))  # by a number, a GPU multiplies by 1 / 0.7
+            next_ = torch.cat((s[1:], s[:1]))
+            expected.append(torch.cat((logp.gather(1, next_[:, None])[:-1, 0], none)))
+            entropy.append(torch.cat((-(logp.exp() * logp).sum(-1)[:-1], none)))
+        got = [handle.logprobs(s, temperature=0.7) for s in seqs]
+        assert_bitwise(got, expected, "alone")
+        ids, cu, positions = pack(seqs)
+        assert_bitwise(handle.logprobs(ids, cu_seqlens=cu, temperature=0.7)[0], torch.cat(expected), "cu_seqlens")
+        assert_bitwise(handle.logprobs(ids[0], cu_seqlens=cu, temperature=0.7), torch.cat(expected), "one dimension")
+        here = handle.logprobs(ids, cu_seqlens=cu.cpu(), temperature=0.7)  # where nobody waits for a GPU
+        assert_bitwise(here[0], torch.cat(expected), "cu_seqlens on the CPU")
+        assert_bitwise(
+            handle.logprobs(ids, position_ids=positions, temperature=0.7)[0], torch.cat(expected), "positions"
+        )
+        for side in ("left", "right"):
+            ids, mask = pad(seqs, side)
+            both = handle.logprobs(ids, attention_mask=mask, temperature=0.7, return_entropy=True)
+            for i in range(len(seqs)):
+                assert_bitwise(both[0][i][mask[i].bool()], expected[i], f"{side} padding")
+                torch.testing.assert_close(both[1][i][mask[i].bool()], entropy[i], rtol=1e-5, atol=1e-5)
+            assert not both[0][mask == 0].any()
+        hidden = handle._patch.base(seqs[0][None], use_cache=False).last_hidden_state
+        assert_bitwise(handle.logits(hidden)[0], alone(model, seqs)[0], "logits of hidden states")
+        for options in ({"temperature": 0.7}, {"top_k": torch.full((len(hidden[0]),), 3, device=device)}):
+            drawn = vx.sample(handle.logits(hidden[0]), 5, 9, **options)
+            assert_bitwise(handle.sample(hidden[0], 5, 9, **options), drawn, "draws from hidden states")
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
+@KINDS
+def test_log_probabilities_where_they_are_wanted(name, device, dtype):
+    """No others, and the same bits and gradients, in every form of a batch."""
+    model, seqs = tiny(name, dtype, device=device), sequences(device=device)
+    (ids, cu, positions), (padded, mask) = pack(seqs), pad(seqs, "left")
+    forms = {
+        "cu_seqlens": (ids, {"cu_seqlens": cu}),
+        "cu_seqlens on the CPU": (ids[0], {"cu_seqlens": cu.cpu()}),
+        "positions": (ids, {"position_ids": positions}),
+        "padding": (padded, {"attention_mask": mask}),
+    }
+    with vx.patch.hf(model) as handle:
+        for form, (given, options) in forms.items():
+            options |= {"temperature": 0.7, "return_entropy": True}
+            every = handle.logprobs(given, **options)
+            for where in (torch.arange(given.numel()) % 3 == 1, torch.zeros(given.numel(), dtype=torch.bool)):
+                where = where.view(given.shape).to("cpu" if "CPU" in form else device)
+                got, here = handle.logprobs(given, where=where, **options), where.to(device)
+                assert_bitwise(got, [torch.where(here, v, 0) for v in every], form)
+        weights = dict(model.named_parameters())
+        here = torch.arange(ids.numel(), device=device)[None] % 2 == 0
+        loss = handle.logprobs(ids, cu_seqlens=cu, where=here).sum(), handle.logprobs(ids, cu_seqlens=cu)[here].sum()
+        assert_bitwise(*(torch.autograd.grad(each, tuple(weights.values())) for each in loss), "gradients")
+        with pytest.raises(TypeError, match=r"^logprobs: where: got dtype torch.int64, expected a mask, bool"):
+            handle.logprobs(ids, where=ids)
+        with pytest.raises(ValueError, match=r"^logprobs: where: got shape \(\d+,\), expected \(1, \d+\)"):
+            handle.logprobs(ids, where=here[0])
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "gemma2")])
+@KINDS
+def test_a_temperature_for_each_token(name, device, dtype):
+    model = tiny(name, dtype, device=device)
+    ids, cu, _ = pack(sequences(device=device))
+    temperatures = torch.linspace(0.5, 1.7, ids.shape[1], device=device)[None]
+    with vx.patch.hf(model) as handle:
+        got, entropy = handle.logprobs(ids, cu_seqlens=cu, temperature=temperatures, return_entropy=True)
+        for at, temperature in enumerate(temperatures[0].tolist()):
+            one = handle.logprobs(ids, cu_seqlens=cu, temperature=temperature, return_entropy=True)
+            assert_bitwise([got[0, at], entropy[0, at]], [one[0][0, at], one[1][0, at]], f"token {at}")
+        for value, where in ((temperatures[0], "one dimension"), (temperatures[:, 1:], "too few")):
+            with pytest.raises(ValueError, match="logprobs: temperature: got shape"):
+                handle.logprobs(ids, cu_seqlens=cu, temperature=value)
+                pytest.fail(where)
+
+
+@pytest.mark.parametrize("name", [family(n) for n in ("llama", "granite")])
+@KINDS
+def test_scores_instead_of_logits(name, device, dtype):
+    """What a trainer that wraps the model asks of its forward: of any rows, any tokens."""
+    model = tiny(name, dtype, device=device)
+    ids, cu, _ = pack(sequences(device=device))
+    target, rows = ids[0].flip(0), torch.tensor([4, 0, 18], device=device)
+    with vx.patch.hf(model):
+        every = vx.log_softmax(model(ids, cu_seq_lens_q=cu, use_cache=False).logits[0])
+        expected = every.gather(1, target[:, None])[:, 0]
+        score = vx.patch.Score(target)
+        assert_bitwise(model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=score), (expected,))
+        score = vx.patch.Score(target[rows], rows, return_entropy=True)
+        got, entropy = model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=score)
+        assert_bitwise(got, expected[rows])
+        torch.testing.assert_close(entropy, -(every.exp() * every).sum(-1)[rows], rtol=1e-5, atol=1e-5)
+        with pytest.raises(TypeError, match=r"vexact_score: got Tensor, expected a vexact_ops\.patch\.Score"):
+            model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=target)
