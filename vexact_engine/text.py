@@ -12,6 +12,9 @@ from .config import SamplingParams, is_unicode
 _REPLACEMENT = "\ufffd"  # what an incomplete or invalid sequence of bytes decodes to
 _SPACE = 0x20
 _EXPECTED = 'expected {"role": ..., "content": ...} in a list, or several such lists'
+# Options of apply_chat_template that are no template's: it has no effect, or another one, where no ids are asked of it.
+_OF_TOKENIZER = {"conversation", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "truncation"}
+_OF_TOKENIZER |= {"return_assistant_tokens_mask", "tokenizer_kwargs"}
 _UNSETTLED = 8  # tokens: bytes of a character that is still incomplete are among fewer
 
 
@@ -116,8 +119,14 @@ def _several(messages: Any) -> Sequence:
 def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
     """A conversation as the model's own template puts it, up to where the answer begins, as token ids.
 
-    raises   ValueError where there is no template, no message, or where the template refuses them
+    template  what it takes beside messages; add_generation_prompt and continue_final_message as of
+              apply_chat_template, of which one is there: the first, unless the other is asked for
+    raises    ValueError where there is no template, no message, or where the template refuses them; TypeError on an
+              option of the tokenizer's, which would be no template's
     """
+    if taken := sorted(_OF_TOKENIZER & template.keys()):
+        raise TypeError(f"chat: {taken[0]}: it is set here: all of the template's text becomes token ids")
+    template.setdefault("add_generation_prompt", not template.get("continue_final_message", False))
     if not getattr(tokenizer, "chat_template", None):
         what = "no tokenizer" if tokenizer is None else "no chat template"
         raise ValueError(f"chat: the model has {what}: generate continues a text")
@@ -128,7 +137,7 @@ def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
     if not messages:
         raise ValueError("chat: messages: got none, expected one or more")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **template)
     except Exception as error:  # a template is a program of the model's author and may raise anything
         raise ValueError(f"chat: messages: the model's template refuses them: {error}") from None
     _check_unicode("chat: messages", text)

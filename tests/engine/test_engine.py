@@ -54,14 +54,21 @@ def test_chat_is_generate_on_the_model_s_own_template(talking):
     talking.tokenizer.chat_template = (
         "{% if loud %}!{% endif %}{% for m in messages %}[{{ m.content }}]{% endfor %}"
         "{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
+        "{% if add_generation_prompt %}>{% endif %}"
     )
     try:
         params = SamplingParams(max_tokens=5, seed=3)
         (one,) = talking.chat(ask, params)
-        assert one.token_ids == talking.generate("[hi]", params)[0].token_ids
-        assert one.prompt_ids == talking.tokenizer("[hi]")["input_ids"]
+        assert one.token_ids == talking.generate("[hi]>", params)[0].token_ids
+        assert one.prompt_ids == talking.tokenizer("[hi]>")["input_ids"]
         several = talking.chat([ask, ask], params, loud=True)
-        assert [c.prompt_ids for c in several] == [talking.tokenizer("![hi]")["input_ids"]] * 2
+        assert [c.prompt_ids for c in several] == [talking.tokenizer("![hi]>")["input_ids"]] * 2
+        (without,) = talking.chat(ask, params, add_generation_prompt=False)
+        (goes_on,) = talking.chat([{"role": "assistant", "content": "hi"}], params, continue_final_message=True)
+        assert [c.prompt_ids for c in (without, goes_on)] == [talking.tokenizer(t).input_ids for t in ("[hi]", "[hi")]
+        for name in ("truncation", "max_length", "tokenize"):  # of which a prompt would have nothing
+            with pytest.raises(TypeError, match=f"chat: {name}: it is set here"):
+                talking.chat(ask, params, **{name: 2})
         for bad, message in (([], "got none"), ([{"role": "nobody", "content": ""}], "refuses them: who")):
             with pytest.raises(ValueError, match=message):
                 talking.chat(bad)
