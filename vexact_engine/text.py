@@ -3,7 +3,7 @@
 import codecs
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ class Text:
     """
 
     _skips = True
+    _ids: Set[int] | None = None
 
     def __init__(self, tokenizer: Any):
         try:
@@ -93,8 +94,23 @@ class Text:
         return list(self.tokenizer(text, truncation=False, padding=False, **options)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of generated ids at once."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
+        """The text of generated ids at once. Those that the tokenizer has no token for, of a vocabulary that is padded,
+        have none, as in tokenizers of transformers that are written in Rust: some in Python raise."""
+        options = {"skip_special_tokens": self._skips, "clean_up_tokenization_spaces": False}
+        try:
+            return self.tokenizer.decode(token_ids, **options)
+        except Exception:
+            known = self._known()
+            if all(token in known for token in token_ids):
+                raise
+        return self.tokenizer.decode([token for token in token_ids if token in known], **options)
+
+    def _known(self) -> Set[int]:
+        """Ids that the tokenizer has a token for; read where it is asked for first, as most never are."""
+        if self._ids is None:
+            vocabulary = self.tokenizer.get_vocab() if hasattr(self.tokenizer, "get_vocab") else {}
+            self._ids = {*vocabulary.values(), *(getattr(self.tokenizer, "added_tokens_decoder", None) or ())}
+        return self._ids
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """The text of generated ids, the same that a Detokenizer gives them one by one."""

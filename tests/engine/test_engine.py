@@ -52,9 +52,8 @@ def test_chat_is_generate_on_the_model_s_own_template(talking):
     with pytest.raises(ValueError, match="chat: the model has no chat template"):
         talking.chat(ask)
     talking.tokenizer.chat_template = (
-        "{% if loud %}!{% endif %}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+        "{% if loud %}!{% endif %}{% for m in messages %}[{{ m.content }}]{% endfor %}{{'>' * add_generation_prompt}}"
         "{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
-        "{% if add_generation_prompt %}>{% endif %}"
     )
     try:
         params = SamplingParams(max_tokens=5, seed=3)
@@ -63,12 +62,8 @@ def test_chat_is_generate_on_the_model_s_own_template(talking):
         assert one.prompt_ids == talking.tokenizer("[hi]>")["input_ids"]
         several = talking.chat([ask, ask], params, loud=True)
         assert [c.prompt_ids for c in several] == [talking.tokenizer("![hi]>")["input_ids"]] * 2
-        (without,) = talking.chat(ask, params, add_generation_prompt=False)
-        (goes_on,) = talking.chat([{"role": "assistant", "content": "hi"}], params, continue_final_message=True)
-        assert [c.prompt_ids for c in (without, goes_on)] == [talking.tokenizer(t).input_ids for t in ("[hi]", "[hi")]
-        for name in ("truncation", "max_length", "tokenize"):  # of which a prompt would have nothing
-            with pytest.raises(TypeError, match=f"chat: {name}: it is set here"):
-                talking.chat(ask, params, **{name: 2})
+        for option, text in (({"add_generation_prompt": False}, "[hi]"), ({"continue_final_message": True}, "[hi")):
+            assert talking.chat(ask, params, **option)[0].prompt_ids == talking.tokenizer(text)["input_ids"]
         for bad, message in (([], "got none"), ([{"role": "nobody", "content": ""}], "refuses them: who")):
             with pytest.raises(ValueError, match=message):
                 talking.chat(bad)
