@@ -53,8 +53,10 @@ class Frontend(ABC):
 
         messages   {"role": ..., "content": ...} each; or a list of such lists
         params, raise_on_error, returns   as of generate
-        template   what the model's template takes beside messages (enable_thinking=False, ...)
-        raises     ValueError where there is no template, or where it refuses them; and as generate
+        template   what the model's template takes beside messages (enable_thinking=False, tools=[...], ...), and
+                   add_generation_prompt or continue_final_message, as transformers' apply_chat_template has them
+        raises     ValueError where there is no template, or where it refuses them; TypeError on options of tokenizers
+                   (truncation, ...); and as generate
         """
         several = conversations(messages)
         prompts = [chat_ids(self.tokenizer, conversation, **template) for conversation in several]

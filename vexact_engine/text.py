@@ -3,7 +3,7 @@
 import codecs
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,9 @@ from .config import SamplingParams, is_unicode
 _REPLACEMENT = "\ufffd"  # what an incomplete or invalid sequence of bytes decodes to
 _SPACE = 0x20
 _EXPECTED = 'expected {"role": ..., "content": ...} in a list, or several such lists'
+# Options of apply_chat_template that are no template's: it has no effect, or another one, where no ids are asked of it.
+_OF_TOKENIZER = {"conversation", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "truncation"}
+_OF_TOKENIZER |= {"return_assistant_tokens_mask", "tokenizer_kwargs"}
 _UNSETTLED = 8  # tokens: bytes of a character that is still incomplete are among fewer
 
 
@@ -25,6 +28,7 @@ class Text:
     """
 
     _skips = True
+    _ids: Set[int] | None = None
 
     def __init__(self, tokenizer: Any):
         try:
@@ -90,8 +94,23 @@ class Text:
         return list(self.tokenizer(text, truncation=False, padding=False, **options)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of generated ids at once."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
+        """The text of generated ids at once. Those that the tokenizer has no token for, of a vocabulary that is padded,
+        have none, as in tokenizers of transformers that are written in Rust: some in Python raise."""
+        options = {"skip_special_tokens": self._skips, "clean_up_tokenization_spaces": False}
+        try:
+            return self.tokenizer.decode(token_ids, **options)
+        except Exception:
+            known = self._known()
+            if all(token in known for token in token_ids):
+                raise
+        return self.tokenizer.decode([token for token in token_ids if token in known], **options)
+
+    def _known(self) -> Set[int]:
+        """Ids that the tokenizer has a token for; read where it is asked for first, as most never are."""
+        if self._ids is None:
+            vocabulary = self.tokenizer.get_vocab() if hasattr(self.tokenizer, "get_vocab") else {}
+            self._ids = {*vocabulary.values(), *(getattr(self.tokenizer, "added_tokens_decoder", None) or ())}
+        return self._ids
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """The text of generated ids, the same that a Detokenizer gives them one by one."""
@@ -116,8 +135,14 @@ def _several(messages: Any) -> Sequence:
 def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
     """A conversation as the model's own template puts it, up to where the answer begins, as token ids.
 
-    raises   ValueError where there is no template, no message, or where the template refuses them
+    template  what it takes beside messages; add_generation_prompt and continue_final_message as of
+              apply_chat_template, of which one is there: the first, unless the other is asked for
+    raises    ValueError where there is no template, no message, or where the template refuses them; TypeError on an
+              option of the tokenizer's, which would be no template's
     """
+    if taken := sorted(_OF_TOKENIZER & template.keys()):
+        raise TypeError(f"chat: {taken[0]}: it is set here: all of the template's text becomes token ids")
+    template.setdefault("add_generation_prompt", not template.get("continue_final_message", False))
     if not getattr(tokenizer, "chat_template", None):
         what = "no tokenizer" if tokenizer is None else "no chat template"
         raise ValueError(f"chat: the model has {what}: generate continues a text")
@@ -128,7 +153,7 @@ def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
     if not messages:
         raise ValueError("chat: messages: got none, expected one or more")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **template)
     except Exception as error:  # a template is a program of the model's author and may raise anything
         raise ValueError(f"chat: messages: the model's template refuses them: {error}") from None
     _check_unicode("chat: messages", text)

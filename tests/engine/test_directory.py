@@ -335,6 +335,8 @@ def test_a_head_of_its_own_is_not_tied(tmp_path):
     [
         (adapter, r"adapter_config.json: a directory beside the weights; adapters are not read: merge it"),
         (quantised, r"config.json: quantization_config: the weights are quantised"),
+        (lambda p: edit(p, quantization_config={}), r"config.json: quantization_config: the weights are quantised"),
+        (lambda p: edit(p, text_config={"dtype": "auto"}), r"config.json: text_config: dtype: got 'auto', expected a "),
         (lambda p: edit(p, fusion_config={"x": True}), r"config.json: fusion_config"),
         (lambda p: edit(p, transformers_weights="../x.safetensors"), r"config.json: transformers_weights: got '../x"),
         (lambda p: edit(p, transformers_weights="x.safetensors"), r"transformers_weights: got 'x.safetensors'"),

@@ -52,16 +52,18 @@ def test_chat_is_generate_on_the_model_s_own_template(talking):
     with pytest.raises(ValueError, match="chat: the model has no chat template"):
         talking.chat(ask)
     talking.tokenizer.chat_template = (
-        "{% if loud %}!{% endif %}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+        "{% if loud %}!{% endif %}{% for m in messages %}[{{ m.content }}]{% endfor %}{{'>' * add_generation_prompt}}"
         "{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
     )
     try:
         params = SamplingParams(max_tokens=5, seed=3)
         (one,) = talking.chat(ask, params)
-        assert one.token_ids == talking.generate("[hi]", params)[0].token_ids
-        assert one.prompt_ids == talking.tokenizer("[hi]")["input_ids"]
+        assert one.token_ids == talking.generate("[hi]>", params)[0].token_ids
+        assert one.prompt_ids == talking.tokenizer("[hi]>")["input_ids"]
         several = talking.chat([ask, ask], params, loud=True)
-        assert [c.prompt_ids for c in several] == [talking.tokenizer("![hi]")["input_ids"]] * 2
+        assert [c.prompt_ids for c in several] == [talking.tokenizer("![hi]>")["input_ids"]] * 2
+        for option, text in (({"add_generation_prompt": False}, "[hi]"), ({"continue_final_message": True}, "[hi")):
+            assert talking.chat(ask, params, **option)[0].prompt_ids == talking.tokenizer(text)["input_ids"]
         for bad, message in (([], "got none"), ([{"role": "nobody", "content": ""}], "refuses them: who")):
             with pytest.raises(ValueError, match=message):
                 talking.chat(bad)

@@ -52,6 +52,13 @@ def test_conversations(engine, messages):
         engine.chat([])
 
 
+@pytest.mark.parametrize("name", ["truncation", "max_length", "tokenize"])
+def test_options_of_the_tokenizer_are_none_of_a_template(engine, name):
+    """transformers passes over them where the template's text is asked for, not its ids."""
+    with pytest.raises(TypeError, match=f"chat: {name}: it is set here"):
+        engine.chat([{"role": "user", "content": "hi"}], **{name: 2})
+
+
 def test_half_a_character_is_no_text(engine):
     bad, good = engine.generate(["a\ud83d", "hello"], PARAMS)
     assert (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from directories import CONFIG, LOADERS, adapter, contents, edit, outcome, save, whole
+from directories import CONFIG, LOADERS, adapter, contents, edit, from_transformers, outcome, save, whole
 from engine_models import build, byte_tokenizer
 
 from vexact_engine import Engine, EngineConfig, SamplingParams, cli
@@ -116,6 +116,15 @@ def test_an_attention_that_a_file_names_is_not_fetched_or_looked_for(saved, name
     assert [outcome(loader, saved) for loader in LOADERS] == [expected] * 2
 
 
+def test_the_dtype_that_is_asked_for_is_all_that_counts(saved):
+    """As from_pretrained has it, where it is told one."""
+    expected = outcome(whole, saved)
+    for named in ("auto", "bfloat16"):
+        edit(saved, dtype=named)
+        assert [outcome(loader, saved) for loader in LOADERS] == [expected] * 2
+    assert outcome(from_transformers, saved) == expected
+
+
 def test_commands_take_another_tokenizer(tmp_path_factory, own, capsys):
     path, mark = own
     edit(path, vocab_size=None)
@@ -141,6 +150,28 @@ def test_a_text_ends_where_the_tokenizer_says_too(saved, caplog):
 
 
 # The Hub
+
+
+def test_what_generate_would_take_from_a_file_is_named(saved, caplog):
+    neutral = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    edit(saved, "generation_config.json", **neutral, num_beams=1, suppress_tokens=[], max_new_tokens=5)
+    for read in (load, load_in_stages):
+        read(saved, device="cpu")
+    assert not caplog.text
+    edit(saved, "generation_config.json", temperature=0.6, top_k=20)
+    load(saved, device="cpu")
+    said = "generation_config.json: not taken over: temperature 0.6, top_k 20: a request says how it is sampled"
+    assert caplog.text.count(f"weights: {saved}: {said} (SamplingParams)\n") == 1
+    edit(saved, "generation_config.json", repetition_penalty=1.1, suppress_tokens=list(range(99)))
+    load_in_stages(saved, device="cpu")
+    assert caplog.text.count("; nothing here does repetition_penalty, suppress_tokens\n") == 1
+    assert "suppress_tokens [0, 1, 2" in caplog.text and len(caplog.records[-1].getMessage()) < 400
+
+
+def test_a_length_that_no_text_has(saved):
+    edit(saved, max_position_embeddings=1)
+    with pytest.raises(ValueError, match="max_position_embeddings is 1 in its config, expected 2 or more"):
+        Engine.from_pretrained(saved, device="cpu", config=CONFIG)
 
 
 def test_a_name_on_the_hub_is_a_directory_like_any_other(tmp_path, monkeypatch):

@@ -135,6 +135,36 @@ def test_verbatim_text_is_the_same_token_by_token(text, ids):
     assert one_by_one.text == text.whole(ids)
 
 
+class InPython:
+    """A tokenizer with letters alone, which knows no id beyond them."""
+
+    letters = "abcdefgh"
+
+    def get_vocab(self):
+        return {letter: i for i, letter in enumerate(self.letters)}
+
+    def decode(self, ids, **_):
+        return "".join(self.letters[i] for i in ids)
+
+
+@given(st.lists(st.integers(0, 12), max_size=30), st.integers(1, 5))
+def test_ids_that_a_tokenizer_has_no_token_for_have_no_text(ids, step):
+    text = Text(InPython())
+    streamed = Detokenizer(text)
+    for end in range(0, len(ids), step):
+        streamed.update(ids[:end])
+    streamed.update(ids, final=True)
+    assert streamed.text == text.whole(ids) == "".join(InPython.letters[i] for i in ids if i < 8)
+
+
+def test_what_else_a_tokenizer_raises_is_raised():
+    text = Text(InPython())
+    text.tokenizer.letters = "ab"
+    text._ids = {0, 1, 2}
+    with pytest.raises(IndexError):
+        text.decode([0, 2])
+
+
 @pytest.mark.parametrize("name", ["top_k", "max_new_tokens", "min_new_tokens", "num_top_logprobs"])
 def test_integers_that_no_message_can_carry_are_refused(name):
     with pytest.raises(ValueError, match=rf"^SamplingParams: {name} is \d+, expected an integer .* below 2\*\*63"):

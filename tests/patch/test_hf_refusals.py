@@ -95,6 +95,46 @@ def test_layers_in_other_places_than_their_kinds_are_refused():
     vx.patch.hf(model).undo()
 
 
+def test_what_masks_take_from_the_config_is_noticed_later_too():
+    """Masks are not built in a patched model: the stock one's, and so its numbers, are others from then on."""
+    ids = torch.arange(12)[None]
+    for name, change, said in (
+        ("gemma2", lambda config: config.layer_types.reverse(), "its mask has a window of None, but it asks"),
+        ("llama", lambda config: setattr(config, "is_causal", False), "its attention is not causal"),
+    ):
+        model = tiny(name)
+        with vx.patch.hf(model) as handle:
+            change(model.config)
+            with pytest.raises(vx.patch.UnsupportedModule, match=said):
+                handle.logprobs(ids)
+            with pytest.raises(vx.patch.UnsupportedModule, match=said):
+                handle.revision()  # which an engine asks for before each step
+
+
+def test_a_window_that_the_config_gets_later_is_the_description_s():
+    model = tiny("mistral", sliding_window=None)
+    with vx.patch.hf(model) as handle:
+        before = handle.revision(), handle.describe().layers[0].memory.window
+        model.config.sliding_window = 3  # attention itself reads it there, at every call
+        after = handle.revision(), handle.describe().layers[0].memory.window
+    assert before == (1, None) and after == (2, 3)
+
+
+def test_configs_of_which_the_stock_model_makes_nothing():
+    model = tiny("qwen3", layer_types=["sliding_attention"] * 2)
+    assert model.config.sliding_window is None
+    assert "its layer type is 'sliding_attention', but sliding_window is None: without the patch it" in refusal(model)
+    said = refusal(tiny("llama", return_dict=False))
+    assert said.startswith("patch.hf: model: config.return_dict is False in a LlamaForCausalLM") and "to True" in said
+
+
+def test_a_window_of_a_family_that_has_none_is_named():
+    """Its attention is full while it reads a prompt, and its cache would keep so many keys alone."""
+    said = refusal(tiny("llama", sliding_window=3))
+    assert "its mask has a window of 3, but it asks attention for None: sliding_window and layer_types of" in said
+    assert "heads of one number have no pairs" in refusal(tiny("llama", head_dim=1))
+
+
 @pytest.mark.parametrize("family, name", [("gpt2", "activation_function"), ("llama", "hidden_act")])
 def test_an_activation_that_has_a_bound_is_not_the_one_without(family, name):
     """gelu_10 is gelu up to 10: nothing of what is small tells them apart."""

@@ -80,7 +80,7 @@ def needs(model: str | None, shapes: Sequence[tuple[int, int]]) -> Needs:
     found = Needs()
     if model:
         check_name(model)
-        found = needs_of(read_config(model))
+        found = needs_of(read_config(model, dtype=torch.bfloat16))
     return replace(found, matrices=(*found.matrices, *(Matrix(n, k) for n, k in shapes)))
 
 

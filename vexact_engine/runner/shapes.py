@@ -23,4 +23,6 @@ def max_positions(model: torch.nn.Module) -> int | None:
         before = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
         stretched = int(before * rope["factor"]) if before and rope.get("factor") else 0
         said = max(said or 0, stretched) or None
+    if said is not None and said < 2:  # a token of prompt, and one that is generated
+        raise ValueError(f"Engine: model: max_position_embeddings is {said} in its config, expected 2 or more")
     return said

@@ -14,6 +14,7 @@ def read_config(name: str, label: str | None = None, **options):
 
     name      a directory, or with gguf_file the folder of that
     label     what messages call it
+    options   of from_pretrained. dtype: in place of the file's, which may name none ("auto")
     raises    FileNotFoundError or ValueError; for a model that Python of the directory's own would have to make, too:
               that never runs
     """

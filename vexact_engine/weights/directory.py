@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import torch
+
 from .mxfp4 import is_mxfp4
 
 log = logging.getLogger(__name__)
@@ -112,11 +114,16 @@ def _json(file: Path):
 
 def _check_config(file: Path, config: Mapping) -> None:
     """What else transformers would do with the weights because config.json says so."""
-    if (config.get("quantization_config") and not is_mxfp4(config)) or config.get("compression_config"):
+    if (config.get("quantization_config") is not None and not is_mxfp4(config)) or config.get("compression_config"):
         raise ValueError(
             f"weights: {file}: quantization_config: the weights are quantised, which is not read but for MXFP4: save "
             "them in bf16, fp16 or fp32, without it"
         )
+    for name, part in config.items():  # of its own parts; for the whole the caller says one
+        inner = name.endswith("_config") and isinstance(part, Mapping)
+        kind = (part.get("dtype") or part.get("torch_dtype")) if inner else None
+        if isinstance(kind, str) and not isinstance(getattr(torch, kind, None), torch.dtype):
+            raise ValueError(f"weights: {file}: {name}: dtype: got {kind!r}, expected a dtype of torch's, or none")
     if config.get("fusion_config"):
         raise ValueError(f"weights: {file}: fusion_config: fused modules are not read: take it out")
 

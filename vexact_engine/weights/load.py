@@ -20,6 +20,7 @@ from vexact_ops.patch import WITH_IMAGES, kept_in_fp32, score_head
 from .config import auto_class, explain, quiet, read_config
 from .conversion import fit
 from .directory import read_directory, some
+from .generation import tell_unread
 from .hub import snapshot
 from .mxfp4 import is_mxfp4
 from .processors import NONE, Processors, load_processors
@@ -104,6 +105,8 @@ def load(
         tokenizer = load_tokenizer("", tokenizer, trust_remote_code=trust_remote_code)
     eos = _eos_token_ids(model, tokenizer, name)
     directory = path if path is not None and path.is_dir() else None
+    if directory is not None:
+        tell_unread(directory, name)
     return Loaded(model.eval(), tokenizer, eos, name, processors=processors, path=directory)
 
 
@@ -148,6 +151,7 @@ def load_in_stages(
         )
     processors = load_processors(path, name) if model.config.model_type in WITH_IMAGES else NONE
     made = without_weights(model, found, origin, device)
+    tell_unread(path, name)
     return replace(made, name=name, processors=processors)
 
 
@@ -245,7 +249,7 @@ def _load_directory(path: Path, name: str, dtype: torch.dtype, images: bool) -> 
 
 def _from_pretrained(name: str, dtype: torch.dtype, label: str, images: bool, **options) -> torch.nn.Module:
     """Hugging Face's loader, which must find a value for every parameter."""
-    config = read_config(name, label, **{key: value for key, value in options.items() if key == "gguf_file"})
+    config = read_config(name, label, dtype=dtype, **{k: v for k, v in options.items() if k == "gguf_file"})
     with quiet():
         # Mismatched sizes are let through here, only to be named below.
         options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}

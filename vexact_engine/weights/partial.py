@@ -49,7 +49,7 @@ def settled(origin: Origin) -> Origin:
 def empty_model(directory: Directory, dtype: torch.dtype, images: bool = True) -> nn.Module:
     """The model of a directory, on the meta device, with the dtypes that from_pretrained gives it. FileNotFoundError or
     ValueError for a configuration that transformers cannot make one of."""
-    config = read_config(str(directory.path))
+    config = read_config(str(directory.path), dtype=dtype)
     with torch.device("meta"), quiet():
         try:
             model = auto_class(config, images).from_config(config, dtype=dtype, trust_remote_code=False)

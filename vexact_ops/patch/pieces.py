@@ -461,7 +461,8 @@ def rotation(form: str, part: bool) -> Callable:
         if not part and not q.shape[-1] == k.shape[-1] == cos.shape[-1]:
             raise NotCovered(
                 f"its apply_rotary_pos_emb rotates whole heads alone, but gets tables of {cos.shape[-1]} for heads of "
-                f"{q.shape[-1]}: without the patch it raises"
+                f"{q.shape[-1]}, which no aligned op does: "
+                + ("heads of one number have no pairs" if q.shape[-1] == 1 else "without the patch it raises")
             )
         if unsqueeze_dim == 1:  # (B, heads, S, D)
             q, k = q.transpose(1, 2), k.transpose(1, 2)

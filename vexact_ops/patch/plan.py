@@ -59,6 +59,12 @@ def find(patch: "Patch") -> None:
         raise ValueError(
             f"patch.hf: model: got {type(model).__name__}, an encoder and a decoder, expected a decoder alone"
         )
+    for config in (model.config, patch.base.config):
+        if not getattr(config, "return_dict", True):
+            raise ValueError(
+                f"patch.hf: model: config.return_dict is {config.return_dict} in a {type(model).__name__}, whose own "
+                "forward raises with it: set it to True, and call the model with return_dict=False for a tuple"
+            )
     children = dict(model.named_children())
     parts = {id(part) for part in (patch.base, patch.head)}
     if patch.head is not None:
@@ -125,18 +131,21 @@ def _write(patch: "Patch", path: str, module: nn.Module, answer: Replace | Keep)
     return {id(module._modules[name]) for name in answer.children}
 
 
-_OF_NO_BIT = {"training", "gradient_checkpointing", "name_or_path", "in_features", "out_features"}
+_OF_NO_BIT = {"training", "gradient_checkpointing", "name_or_path", "in_features", "out_features", "architectures"}
+# What forwards and masks take from a config, whatever it is there at first.
+_OF_FORWARDS = {"logits_scaling", "final_logit_softcapping", "output_router_logits", "sliding_window", "is_causal"}
 
 
 def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
     """Where numbers stand that a forward, or who has read its description, may have from the time of the patch, their
-    names, and what they were: those of the decoder's modules (an epsilon, a window, top_k) and of its config. So do
-    parameters and buffers that are None, a bias that a module does not have, of all modules."""
+    names, and what they were: those of the decoder's modules (an epsilon, a window, top_k) and of its config, lists
+    (layer_types) too. So do parameters and buffers that are None, a bias that a module does not have, of all modules.
+    """
     holders = []
     configs = patch.model.config, patch.base.config, patch.base.config.get_text_config()
     for config in {id(config): config for config in configs}.values():
-        names = {"logits_scaling", "final_logit_softcapping", "output_router_logits"}
-        names |= {n for n, v in vars(config).items() if type(v) in (int, float) and not n.endswith("_token_id")}
+        names = {n for n, v in vars(config).items() if type(v) in (int, float, list) and not n.endswith("_token_id")}
+        names = names - _OF_NO_BIT | _OF_FORWARDS
         holders += [(vars(config), name) for name in sorted(names) if not name.startswith("_")]
     for module in patch.base.modules():
         if not lora.is_peft(module):
@@ -145,7 +154,8 @@ def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
     for module in patch.model.modules():
         for store in (module._parameters, module._buffers):
             holders += [(store, name) for name, tensor in store.items() if tensor is None]
-    return [h for h, _ in holders], [n for _, n in holders], [h.get(n) for h, n in holders]
+    values = [h.get(n) for h, n in holders]
+    return [h for h, _ in holders], [n for _, n in holders], [list(v) if type(v) is list else v for v in values]
 
 
 def tensors(model: nn.Module) -> list[tuple]:
@@ -275,4 +285,9 @@ def _attention_problems(config, module: nn.Module, place: int, window: int | Non
         return  # whose mask is another
     masked = getattr(config, "sliding_window", None) if kind != "full_attention" else None
     if masked != window:
-        yield f"its mask has a window of {masked}, but it asks attention for {window}"
+        yield (
+            f"its mask has a window of {masked}, but it asks attention for {window}: sliding_window and layer_types of "
+            "the config say what masks and caches of transformers have: set them to what its attention asks for"
+        )
+    elif kind == "sliding_attention" and masked is None:
+        yield "its layer type is 'sliding_attention', but sliding_window is None: without the patch it raises"
