@@ -135,6 +135,43 @@ def test_a_window_of_a_family_that_has_none_is_named():
     assert "heads of one number have no pairs" in refusal(tiny("llama", head_dim=1))
 
 
+def test_a_hook_that_would_not_run_is_refused_by_name():
+    model, seqs = tiny("llama"), sequences((5,))
+    activation = model.model.layers[1].mlp.act_fn
+    for put_on in (activation.register_forward_hook, activation.register_forward_pre_hook):
+        hook = put_on(lambda *args: None)
+        assert "layers.1.mlp.act_fn (SiLUActivation): it has a hook that would not run" in refusal(model)
+        hook.remove()
+    with vx.patch.hf(model):
+        expected = alone(model, seqs)
+        hook = activation.register_forward_hook(lambda module, args, out: None)
+        with pytest.raises(vx.patch.UnsupportedModule, match=r"layers\.1\.mlp\.act_fn .* a hook that would not run"):
+            alone(model, seqs)
+        hook.remove()
+        assert_bitwise(alone(model, seqs), expected)
+
+
+def test_a_hook_on_the_output_layer_is_for_logits():
+    """Log-probabilities are formed in its call, and would be what the hook makes another number of."""
+    model, ids = tiny("llama"), sequences((5,))[0]
+    seen = []
+    with vx.patch.hf(model) as handle:
+        expected, hidden = handle.logprobs(ids), model.model(ids[None], use_cache=False)[0][0]
+        logits = model(ids[None], use_cache=False).logits
+        model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out))
+        assert_bitwise(handle.logprobs(ids), expected)
+        assert seen
+        model.lm_head.register_forward_hook(lambda module, args, out: out * 0.5)
+        assert_bitwise(model(ids[None], use_cache=False).logits, logits * 0.5)
+        for call in (
+            lambda: handle.logprobs(ids),
+            lambda: handle.score(hidden, ids),
+            lambda: model(ids[None], labels=ids[None], use_cache=False),
+        ):
+            with pytest.raises(RuntimeError, match=r"a hook on the output layer \(Linear\) changes what it returns"):
+                call()
+
+
 @pytest.mark.parametrize("family, name", [("gpt2", "activation_function"), ("llama", "hidden_act")])
 def test_an_activation_that_has_a_bound_is_not_the_one_without(family, name):
     """gelu_10 is gelu up to 10: nothing of what is small tells them apart."""

@@ -17,6 +17,7 @@ from vexact_ops.patch.batch import positions_of
 from vexact_ops.testing import assert_bitwise
 
 KINDS = pytest.mark.parametrize("device,dtype", devices())
+FP32 = torch.float32
 BF16 = pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
 
 
@@ -125,6 +126,31 @@ def test_temperatures_are_not_cast_with_the_inputs(device, dtype):
     with vx.patch.hf(master) as handle, world(device) as mesh:
         shard(master, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True))
         assert_bitwise(handle.logprobs(ids, cu_seqlens=cu, temperature=temperatures).detach(), expected)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["root", "own units"])
+@BF16
+def test_an_output_dtype_rounds_no_log_probabilities(own, device, dtype):
+    """As accelerate has FSDP2 wrap a model in mixed precision: what any unit returns is cast to 16 bits."""
+    model, master = (tiny("qwen3", kind, device=device, tie_word_embeddings=False).train() for kind in (dtype, FP32))
+    with vx.patch.hf(model) as handle:
+        values, expected = trained(model, handle, device)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32, output_dtype=dtype)
+    ids, cu, _ = pack(sequences(device=device))
+    with vx.patch.hf(master) as handle, world(device) as mesh:
+        if own:
+            fully_shard(master.lm_head, mesh=mesh, mp_policy=policy)
+        shard(master, mesh, mp_policy=policy)
+        got, grads = trained_sharded(master, handle, device)
+        assert_bitwise(got, values)
+        for name, gradient in grads.items():
+            assert_bitwise(gradient.to(dtype), expected[name], name)
+        asked = vx.patch.Score(ids[0].roll(-1), kept=True)
+        (rounded,) = master(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=asked)
+        assert rounded.dtype == dtype and asked.values[0].dtype == FP32
+        assert_bitwise(asked.values[0].detach()[:6], values[0][:6])
+        with pytest.raises(ValueError, match=r"FSDP2's output_dtype rounds .* kept=True"):
+            master(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=vx.patch.Score(ids[0].roll(-1)))
 
 
 @pytest.mark.parametrize("name", [family(n) for n in ("olmo2", "olmo3", "ernie4_5", "flex_olmo")])

@@ -173,6 +173,30 @@ def test_merged_weights_are_dense_ones(first):
         torch.testing.assert_close(alone(dense, seqs), merged, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("asked", ["patch", "numerics", "describe"])
+def test_merged_adapters_that_are_disabled_are_taken_out(asked):
+    """PEFT does so in the next forward: in one on fake tensors it noted that it had been done, and it had not."""
+    model, seqs = tiny("qwen3"), sequences((9, 4))
+    with vx.patch.hf(tiny("qwen3")) as handle:
+        base = alone(handle.model, seqs)
+    wrapped = adapt(model)
+    with contextlib.ExitStack() as stack:
+        if asked != "patch":
+            handle = stack.enter_context(vx.patch.hf(wrapped))
+        wrapped.merge_adapter()
+        with wrapped.disable_adapter():
+            if asked == "patch":
+                stack.enter_context(vx.patch.hf(wrapped))
+            elif asked == "numerics":
+                handle.numerics()
+            else:
+                with contextlib.suppress(vx.patch.NotDescribed):
+                    handle.describe()
+            assert all(m.merged for m in wrapped.modules() if hasattr(m, "merged_adapters"))
+            torch.testing.assert_close(alone(model, seqs), base, rtol=1e-4, atol=1e-4)
+        assert not any(m.merged for m in wrapped.modules() if hasattr(m, "merged_adapters"))
+
+
 def test_a_batch_of_several_adapters():
     model, seqs = tiny("qwen3", **WIDE), [s for s in sequences((6, 6, 6))]
     with adapted(model, "patch") as (wrapped, _):

@@ -124,9 +124,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             wanted = torch.zeros_like(mask, dtype=torch.bool)
             wanted[:, keep] = mask[:, -logits_to_keep:] != 0
             rows = wanted.flatten().nonzero()[:, 0]
-            asked = vx.patch.Score(ids.flatten()[rows + 1], rows, self.temperature, compute_entropy)
+            asked = vx.patch.Score(ids.flatten()[rows + 1], rows, self.temperature, compute_entropy, kept=True)
             with self.accelerator.autocast() if model is not self.ref_model else contextlib.nullcontext():
                 values = model(input_ids=ids, attention_mask=mask, use_cache=False, vexact_score=asked)
+            values = values if asked.values is None else asked.values  # accelerate has FSDP2 round what is returned
             found.append([v.new_zeros(ids.numel()).index_copy(0, rows, v).view_as(ids)[:, keep] for v in values])
         logprobs, *entropies = (torch.cat(values) for values in zip(*found))
         return logprobs, entropies[0] if compute_entropy else None, None

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
-from . import abstract
+from . import abstract, lora
 
 # What has the same bits in every batch, by what it does to each dtype. Of any: what moves data, compares for equality,
 # or adds (a complex sum is two real ones).
@@ -101,7 +101,7 @@ def run(model: nn.Module, names: dict[int, str], call, trains: bool = True) -> d
         for training in (False, True) if trains else (False,):
             for module, _ in flags:
                 module.training = training
-            with unhooked(model), nothing_kept(model):
+            with unhooked(model), lora.disabled_as_unmerged(model), nothing_kept(model):
                 mode.saw = watch.saw
                 torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
                 mode.saw = None

@@ -92,10 +92,12 @@ class Score:
     return_entropy  also the entropy of each row's distribution
     tokens          with whole_gradients: of the row that ranks share, how many tokens at its beginning are no filling,
                     and count in gradients of weights; None: all of them
+    kept            the caller reads `values` after the forward where it is no longer None: what was returned, before
+                    FSDP2 rounded it (output_dtype of its MixedPrecisionPolicy). Without, such a forward raises
     """
 
     # No dataclass: FSDP2 looks into those, and would round temperatures to the dtype that it casts inputs to.
-    __slots__ = "return_entropy", "rows", "target", "temperature", "tokens"
+    __slots__ = "kept", "return_entropy", "rows", "target", "temperature", "tokens", "values"
 
     def __init__(
         self,
@@ -104,9 +106,11 @@ class Score:
         temperature: float | Tensor = 1.0,
         return_entropy: bool = False,
         tokens: int | None = None,
+        kept: bool = False,
     ) -> None:
         self.target, self.rows = target, rows
         self.temperature, self.return_entropy, self.tokens = temperature, return_entropy, tokens
+        self.kept, self.values = kept, None
 
 
 class Asked(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
 
 import vexact_ops as vx
 
@@ -215,15 +216,60 @@ def scaled(patch, hidden: Tensor) -> Tensor:
     return hidden if patch.scale == 1 else hidden / patch.scale  # exact: a power of two
 
 
+def noted(forward: Callable) -> Callable:
+    """The output layer's forward; what it returns is kept until through_head has seen what its hooks made of it."""
+
+    @functools.wraps(forward)
+    def wrapped(self, input, then=None):
+        if then is None:
+            return forward(self, input)
+        self._vexact.made = made = forward(self, input, then=then)
+        return made
+
+    return wrapped
+
+
+def through_head(patch, rows: Tensor, then: Callable, hooked: bool = False):
+    """What `then` makes of rows and the output layer's weight, in that layer's own call, whose hooks gather the weight.
+    As it was made: FSDP2's output_dtype would round it. Other hooks are meant for logits, and may change those alone.
+
+    hooked   these are logits
+    raises   RuntimeError where a hook has put something else in the place of log-probabilities, draws or the loss
+    """
+    out = patch.head(rows, then=then)
+    made, patch.made = patch.made, None
+    if _same(out, made):
+        return out
+    if isinstance(patch.head, FSDPModule) and rounds(patch.head) and len(patch.head._forward_hooks) == 1:
+        return made
+    if hooked:
+        return out
+    raise RuntimeError(
+        f"patch.hf: a hook on the output layer ({type(patch.head).__name__}) changes what it returns, which is here no "
+        "logits but what is formed of them in its call: take the hook off, or ask for logits"
+    )
+
+
+def _same(out, made) -> bool:
+    outs, mades = (x if isinstance(x, tuple) else (x,) for x in (out, made))
+    return len(outs) == len(mades) and all(a is b for a, b in zip(outs, mades))
+
+
+def rounds(unit: FSDPModule) -> bool:
+    """Whether FSDP2 casts what this unit returns to 16 bits, as accelerate has it do by default."""
+    return unit._get_fsdp_state()._mp_policy.output_dtype not in (None, torch.float32)
+
+
 def logits_of(patch, hidden: Tensor) -> Tensor:
     flat = scaled(patch, hidden).reshape(-1, hidden.shape[-1])
-    logits = patch.head(flat, then=lambda x, weight: vx.linear_logits(x, weight, softcap=patch.softcap))
+    then = functools.partial(vx.linear_logits, softcap=patch.softcap)
+    logits = through_head(patch, flat, then, hooked=True)
     return logits.view(*hidden.shape[:-1], -1)
 
 
 def sampled(patch, hidden: Tensor, seeds: Tensor | int, positions: Tensor | int, **options) -> tuple[Tensor, ...]:
     draw = functools.partial(vx.linear_sample, seeds=seeds, positions=positions, softcap=patch.softcap, **options)
-    return patch.head(scaled(patch, hidden), then=draw)
+    return through_head(patch, scaled(patch, hidden), draw)
 
 
 @functools.cache
@@ -403,12 +449,12 @@ def score(patch, hidden: Tensor, target: Tensor, temperature: float | Tensor, re
     options = {"softcap": patch.softcap, "return_entropy": return_entropy}
     if not isinstance(temperature, Tensor):
         given = functools.partial(vx.linear_logprobs, temperature=temperature, **options)
-        return patch.head(rows, then=whole.Then(given, target))
+        return through_head(patch, rows, whole.Then(given, target))
 
     def of_rows(x: Tensor, weight: Tensor, target: Tensor, temperature: Tensor):
         return vx.linear_logprobs(x, weight, target, temperature=temperature, **options)
 
-    return patch.head(rows, then=whole.Then(of_rows, target, temperature))
+    return through_head(patch, rows, whole.Then(of_rows, target, temperature))
 
 
 def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
@@ -421,7 +467,15 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
         rows = rows.index_select(0, asked.rows)
     values = score(patch, rows, asked.target, asked.temperature, asked.return_entropy)
     # A module's outputs are no views: FSDP2 warns of those, for a change in place of one would drop its hook.
-    return tuple(value.clone() for value in (values if asked.return_entropy else (values,)))
+    values = tuple(value.clone() for value in (values if asked.return_entropy else (values,)))
+    if patch.rounds():
+        if not asked.kept:
+            raise ValueError(
+                "vexact_score: FSDP2's output_dtype rounds what a forward returns: leave it out of the "
+                "MixedPrecisionPolicy, or give Score(..., kept=True) and read its values in place of what is returned"
+            )
+        asked.values = values
+    return values
 
 
 def next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -443,7 +497,7 @@ def _loss_of(
     options = {"ignore_index": ignore_index, "softcap": patch.softcap}
     options["reduction"] = "mean" if num_items_in_batch is None else "sum"
     rows = scaled(patch, hidden).flatten(0, 1)
-    loss = patch.head(rows, then=lambda x, weight: vx.linear_cross_entropy(x, weight, target, **options))
+    loss = through_head(patch, rows, lambda x, weight: vx.linear_cross_entropy(x, weight, target, **options))
     return loss if num_items_in_batch is None else per_item(loss, num_items_in_batch)
 
 

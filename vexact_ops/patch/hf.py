@@ -298,7 +298,7 @@ class Handle:
                 got, expected = tuple(temperature.shape), tuple(input_ids.shape)
                 raise ValueError(f"logprobs: temperature: got shape {got}, expected a number or {expected}")
             temperature = temperature.flatten()[index]
-        asked = Score(ids.flatten()[index + 1], index, temperature, return_entropy)
+        asked = Score(ids.flatten()[index + 1], index, temperature, return_entropy, kept=True)
         # Through the model itself, as any forward: what wraps it (FSDP, hooks) gathers the output layer's weight there.
         values = patch.model(
             input_ids=ids,
@@ -310,6 +310,7 @@ class Handle:
             vexact_score=asked,
             **images,
         )
+        values = values if asked.values is None else asked.values
         whole = tuple(v.new_zeros(ids.numel()).index_copy(0, index, v).view(input_ids.shape) for v in values)
         return whole if return_entropy else whole[0]
 
@@ -457,11 +458,13 @@ def hf(
     raises UnsupportedModule naming them; so are a bias that a module did not have, and numbers of modules (top_k, an
     epsilon, a window) and of the config, and its lists (layer_types), that are set later, but by a forward that
     torch.compile has compiled. Hooks that are put on later run, as do forwards that are set on a module later, and
-    nobody judges what they do. So PEFT may come before or after: LoRA on linear layers is covered (several adapters,
-    disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came first). Its sum is base(x) +
-    scaling * B(A(x)), adapter by adapter in their active order, A and B in their own dtype, rounded once to the base
-    layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused by name: DoRA and other forms of
-    LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other methods of PEFT.
+    nobody judges what they do; but a hook on a module whose work its block does is refused, and so is one that changes
+    what the output layer returns where that is no logits. So PEFT may come before or after: LoRA on linear layers is
+    covered (several adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came first).
+    Its sum is base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own dtype,
+    rounded once to the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused by
+    name: DoRA and other forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other methods
+    of PEFT.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
     before torch.compile; FSDP2 may come before or after, and weights may be on meta still. Gradient checkpointing,
@@ -469,7 +472,8 @@ def hf(
     emulate_precision_casts alone, for it leaves out the roundings between elementwise kernels that it joins. Under
     autocast aligned ops compute in the dtypes of their tensors: it is off inside, and weights that are fp32 then are
     refused (cast the model, or let FSDP2's mixed precision do so). The output layer and the embedding may be FSDP2
-    units of their own. A patched model refuses deepcopy and pickle (undo first).
+    units of their own. Its output_dtype rounds logits and a loss that are returned, as any model's, but no
+    log-probabilities (Score says where they are then). A patched model refuses deepcopy and pickle (undo first).
 
     grad        first derivatives in reverse mode; more is refused (see the ops)
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then

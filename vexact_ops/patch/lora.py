@@ -7,7 +7,9 @@ order of the active adapters, rounded once to the base layer's dtype. What it co
 state, like all pieces.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -43,6 +45,22 @@ def copies(module: nn.Module) -> list[nn.Module]:
 
 def _base_layer(module: nn.Module) -> nn.Module | None:
     return module._modules.get("base_layer")
+
+
+@contextlib.contextmanager
+def disabled_as_unmerged(model: nn.Module) -> Iterator[None]:
+    """Layers whose merged adapters are disabled take them out of their weights in the next forward: in one on fake
+    tensors they would note that it was done, and it was not."""
+    layers = [m for m in model.modules() if is_peft(m) and _base_layer(m) is not None]
+    layers = [m for m in layers if m.__dict__.get("merged_adapters") and m.__dict__.get("_disable_adapters")]
+    before = [layer.merged_adapters for layer in layers]
+    for layer in layers:
+        layer.merged_adapters = []
+    try:
+        yield
+    finally:
+        for layer, adapters in zip(layers, before):
+            layer.merged_adapters = adapters
 
 
 def check(module: nn.Module, tried: dict) -> str:

@@ -16,7 +16,7 @@ from .._core.backend import BackendUnavailable
 from . import audit, lora, pieces
 from .description import Pages
 from .pieces import NotCovered
-from .recognise import Facts, Keep, Replace, cache_name, check_own_forward, recognise
+from .recognise import INNER, Facts, Keep, Replace, cache_name, check_own_forward, recognise
 
 if TYPE_CHECKING:
     from .images import Vision
@@ -85,6 +85,8 @@ def find(patch: "Patch") -> None:
             continue
         try:
             check_own_forward(module)
+            if id(module) in patch.inner and any(hooks_of(module)):
+                raise NotCovered("it has a hook that would not run, for its block computes what it would: take it off")
             if id(module) in placed:
                 continue
             answer = recognise(module, replace(facts, path=path, inner=id(module) in patch.inner))
@@ -97,6 +99,11 @@ def find(patch: "Patch") -> None:
         patch.refuse("", model, "its rotary tables are laid out in another way than its attention takes them")
     if patch.options["latent"] and not any(row.note == "latent" for row in patch.report):
         patch.refuse("", model, "latent: no attention of it is latent")
+
+
+def hooks_of(module: nn.Module) -> tuple[dict, ...]:
+    """Where its hooks stand, by kind."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def _facts(patch: "Patch") -> Facts:
@@ -127,6 +134,8 @@ def _write(patch: "Patch", path: str, module: nn.Module, answer: Replace | Keep)
         patch.put(module, name, tensor)
     patch.replace(path, module, answer.forward, answer.ops, answer.note, answer.name)
     for name, child in answer.children.items():
+        if isinstance(child, Keep) and child.note == INNER:
+            patch.inner.add(id(module._modules[name]))
         _write(patch, f"{path}.{name}", module._modules[name], child)
     return {id(module._modules[name]) for name in answer.children}
 

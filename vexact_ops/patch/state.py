@@ -105,6 +105,7 @@ class Patch:
         self.report, self.problems, self.changes, self.cause = Report(), [], [], None
         self.base = self.head = self.loss = self.seen = None
         self.heads: set[int] = set()  # the output layer, or its copies
+        self.made = None  # what the output layer has just returned, before its hooks
         self.rows = whole.Rows() if self.whole_gradients else None
         self.classifies = False  # whether the output layer is a score of sequences
         self.scale, self.softcap = 1.0, None
@@ -121,6 +122,7 @@ class Patch:
         self.blocks: dict[str, str] = {}  # feed-forward blocks without an aligned form, by path, and why
         self.inner: set[int] = set()  # modules whose block computes what they would
         self.between: set[int] = set()  # experts whose block changes their weights after the router
+        self.idle: list[dict] = []  # where their hooks would be, of which none would run
         self.tree: tuple[list, list, list] = [], [], []
         self.numbers: tuple[list, list, list] = [], [], []
         self.buffers: list[_Buffer] = []
@@ -148,6 +150,8 @@ class Patch:
         parents = [c for c in children if c]
         self.tree = parents, [tuple(c.values()) for c in parents], [c for c in children if not c]
         self.numbers, self.tensors = plan.numbers(self), plan.tensors(self.model)
+        inner = [module for module in self.model.modules() if id(module) in self.inner]
+        self.idle = [hooks for module in inner for hooks in plan.hooks_of(module) if not hooks]
         with _isolated(self.model):
             self.frequencies = [
                 [module._buffers, name, value]
@@ -163,13 +167,21 @@ class Patch:
 
     sharded._dynamo_marked_constant = True
 
+    def rounds(self) -> bool:
+        """Whether FSDP2 casts what a forward returns, and with it log-probabilities, to 16 bits."""
+        units = (module for module in (self.model, self.base, *self.around) if isinstance(module, FSDPModule))
+        return any(map(forwards.rounds, units))
+
+    rounds._dynamo_marked_constant = True
+
     def changed(self) -> bool:
         """A module of the tree has other children than when it was patched, or a number another value that was read
-        then, or a bias where there was none; or rotary frequencies have been cast. 60 us for the 727 of 48 layers."""
+        then, or a bias where there was none, or a hook that would not run; or rotary frequencies have been cast. 60 us
+        for the 727 of 48 layers."""
         parents, children, leaves = self.tree
         holders, names, values = self.numbers
         others = [tuple(c.values()) for c in parents] != children or any(leaves)
-        return others or list(map(dict.get, holders, names)) != values or self._recast()
+        return others or any(self.idle) or list(map(dict.get, holders, names)) != values or self._recast()
 
     def _recast(self) -> bool:
         """Whether rotary frequencies are others than when last looked at. A move to another device makes other tensors
@@ -269,6 +281,8 @@ class Patch:
     def replace(self, path: str, module: nn.Module, forward: Callable, ops: str, note: str = "", name: str = "forward"):
         if self.rows is not None and name == "forward":
             forward = self.rows.cover(module, forward, ops, lambda reason: self.refuse(path, module, reason))
+        if id(module) in self.heads:
+            forward = forwards.noted(forward)
         self.changes.append(_Change(module, forward, name))
         self.report.append(Row(path, type(module).__name__, ops, note))
 

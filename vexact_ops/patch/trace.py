@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import abstract, audit
+from . import abstract, audit, lora
 
 _SAME = {
     *("view", "_unsafe_view", "_reshape_alias", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze"),
@@ -185,7 +185,7 @@ def recorded(
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
         first = {id(tensor): name for name, tensor in reversed(fakes.items())}
         recorder = _Recorder({n.removeprefix("model."): t for n, t in fakes.items() if first[id(t)] == n})
-        with audit.unhooked(model), audit.nothing_kept(model):
+        with audit.unhooked(model), lora.disabled_as_unmerged(model), audit.nothing_kept(model):
             mode.saw = recorder.saw
             out = torch.func.functional_call(caller, fakes, (ids,), tie_weights=False)
             mode.saw = None
