@@ -59,7 +59,7 @@ def find(patch: "Patch") -> None:
         raise ValueError(
             f"patch.hf: model: got {type(model).__name__}, an encoder and a decoder, expected a decoder alone"
         )
-    for config in (model.config, patch.base.config):
+    for config in (model.config, getattr(patch.base, "config", None)):
         if not getattr(config, "return_dict", True):
             raise ValueError(
                 f"patch.hf: model: config.return_dict is {config.return_dict} in a {type(model).__name__}, whose own "
