@@ -87,7 +87,11 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
+        patch = self.model.__dict__.get("_vexact")
+        idle = frozenset() if patch is None else patch.inner  # modules that never run, and refuse hooks
         for name, module in self.model.named_modules():
+            if id(module) in idle:
+                continue
             before = module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
             after = module.register_forward_hook(self._leave(name), always_call=True)
             self._hooks += [before, after]
