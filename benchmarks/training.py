@@ -289,8 +289,8 @@ class _Recipe:
         self.length = min(256, args.tokens // (2 * self.FORWARDS))
         sequences = args.tokens // self.length
         chosen = {"model": shape, "layers": args.layers, "device": args.device, "learning_rate": 1e-6}
-        self.forwards = max(self.FORWARDS, -(-args.tokens // self.STOCK_TOKENS))
-        cut = None if aligned else -(-sequences // self.forwards)
+        forwards = max(self.FORWARDS, -(-args.tokens // self.STOCK_TOKENS))
+        cut = None if aligned else -(-sequences // forwards)
         options = Options(**chosen, prompts=sequences // 2, samples=2, micro_batch=cut)
         device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
         self.trainer = Trainer(options, init_device_mesh(args.device, (1,)), device, aligned)

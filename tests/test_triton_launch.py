@@ -1,9 +1,9 @@
 """Kernels that are launched together: in their order, compiled side by side once for each kind, and with no less where
 that fails."""
 
+import contextlib
 import importlib
 import threading
-import time
 
 import pytest
 import torch
@@ -66,23 +66,24 @@ def test_launchers_are_made_in_turn():
     loaded = {}
 
     class Launcher:
-        def __init__(self, name):
+        def __init__(self, name, met):
             loaded["__triton_launcher"] = name
-            time.sleep(0.05)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                met.wait()
             self.launch = loaded["__triton_launcher"]
 
-    def made():
-        both = {}
-        threads = [threading.Thread(target=lambda n=n: both.update({n: Launcher(n).launch})) for n in "ab"]
+    def made(seconds):
+        both, met = {}, threading.Barrier(2, timeout=seconds)
+        threads = [threading.Thread(target=lambda n=n: both.update({n: Launcher(n, met).launch})) for n in "ab"]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         return both
 
-    assert made() != {"a": "a", "b": "b"}  # what would be
+    assert made(60) != {"a": "a", "b": "b"}  # what would be: both have loaded before either reads
     core.load_in_turn(Launcher)
-    assert made() == {"a": "a", "b": "b"}
+    assert made(0.05) == {"a": "a", "b": "b"}  # nobody comes while one is at it
 
 
 def test_tritons_own_launchers_are():

@@ -212,8 +212,8 @@ class Trainer:
         return {"grad_norm": norm, "moved": moved.item() / sum(p.numel() for p in self._parameters)}
 
     def _held(self) -> Iterator[Tensor]:
-        """Copies of this rank's part of the weights, as the engine will hold them: some tenth of a GiB at a time, for
-        a kernel each of some three hundred parameters takes a GPU as long as a forward."""
+        """Copies of this rank's part of the weights, as the engine will hold them: many parameters in one tensor, for a
+        few kernels each of some hundreds would be thousands of launches."""
         kept: list[Tensor] = []
         for p in self._parameters if self._masters is None else self._masters.rounded():
             part = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
