@@ -4,12 +4,15 @@ For tests alone: named first in VERL_USE_EXTERNAL_MODULES, with VERL_PLATFORM=cp
 """
 
 import contextlib
+import itertools
+import os
 import types
 
 import torch
 import verl.utils.distributed as verl_distributed
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+from verl.single_controller.ray.base import RayWorkerGroup
 
 NOTHING = {
     "empty_cache",
@@ -122,3 +125,18 @@ def _initialize_on_gloo(timeout_second=None, backend=None):
 
 
 verl_distributed.initialize_global_process_group_ray = _initialize_on_gloo
+
+
+# verl names a free port seconds before a worker listens at it. Among those that the system gives out whoever else tests
+# on this machine can have it by then: so it is one below them, and each process, each group of workers asks at its own.
+_PORTS, _WIDTH = range(20000, 32000), 8
+_groups = itertools.count()
+_choose = RayWorkerGroup._get_master_addr_port
+
+
+def _choose_below(self, pg, bundle_index=0, master_port_range=None):
+    first = _PORTS[(os.getpid() * 40 + next(_groups) * _WIDTH) % len(_PORTS)]
+    return _choose(self, pg, bundle_index, master_port_range or [first, first + _WIDTH])
+
+
+RayWorkerGroup._get_master_addr_port = _choose_below
