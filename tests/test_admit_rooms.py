@@ -131,6 +131,26 @@ def gated(x, weight, gelu):
     return (gate * z.sigmoid() * up).to(x.dtype)
 
 
+def norm(dy, dnew_residual, x, weight, scale, flipped=None):
+    """flipped: the dimension along which sums go backwards."""
+
+    def summed(terms, dim):
+        return (terms.flip(dim) if dim == flipped else terms).cumsum(dim).select(dim, -1)
+
+    normed, g = x.float() * scale[:, None], dy.float() * weight.float()
+    dx = scale[:, None] * (g - normed * summed(g * normed, 1)[:, None] / x.shape[1])
+    dx = dx if dnew_residual is None else dx + dnew_residual.float()
+    return dx.to(x.dtype), summed(dy.float() * normed.to(x.dtype).float(), 0).to(x.dtype)
+
+
+def norm_proposal(residual=False):
+    """Without a batch to time, and the order of candidates that are raced."""
+    from vexact_ops.rmsnorm import triton as norm_room
+
+    candidate = Candidate("a", norm, "")
+    return admit.Proposal("norm", [candidate], candidate, lambda: norm_room._cases(CPU, torch.bfloat16, 40, residual))
+
+
 def proposals():
     """name -> (proposal, canonical run, whether a case is of one row or token)"""
     from vexact_ops.attention import cuda as attention_room
@@ -147,6 +167,9 @@ def proposals():
         yield f"rows {name}", of(moe._rows, dtype, 40, 3), moe._gathered, lambda x, *_: x.shape[0] == 1
         yield f"combine {name}", of(moe._combining, dtype, 40, 3), combine, lambda *case: case[3] == 1
         yield f"gate_bwd {name}", of(moe._gating, dtype, 40, False), gate_bwd, lambda *case: case[3].shape[0] == 1
+    for residual in (False, True):
+        name = "norm and residual" if residual else "norm"
+        yield name, norm_proposal(residual), norm, lambda dy, *_: dy.shape[0] == 1
     yield "head", head_proposal(head_room), head, lambda hidden, *_: hidden.shape[0] == 1
     yield "gated", gated_proposal(gated_room), gated, lambda x, *_: x.shape[0] == 1
     shape = attention_room.Shape(3, 64, 64, "causal")
@@ -215,6 +238,14 @@ def test_a_room_tells_a_kernel_that_treats_special_values_otherwise(room, fake):
     (verdict,) = decision.verdicts
     assert verdict.error is None
     assert verdict.admitted == (fake == "nothing"), verdict
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_norm_s_gradients_in_another_order_are_refused(dim, residual):
+    backwards = Candidate("fake", lambda *case: norm(*case, flipped=dim), "1")
+    decision = admitted(dataclasses.replace(norm_proposal(residual), candidates=[backwards]), CPU)
+    assert decision.verdicts[0].different, decision
 
 
 PLANS = {

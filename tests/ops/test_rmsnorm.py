@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import room_backends
+from conftest import interpreted, room_backends
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +69,47 @@ def test_the_order_on_a_gpu_is_a_tree_of_pairs(device, backend, dtype, n):
     scale = 1.0 / (squares / n + 1e-6).double().sqrt().float()  # torch.sqrt is an ulp off at times
     y = vx.rmsnorm(x.to(device), w.to(device), backend=backend)
     assert_bitwise(y.cpu(), (x.float() * scale[:, None]).to(dtype))
+
+
+ONE_PASS = [(64, 128, 70, "llama"), (64, 300, 40, "gemma"), (16, 577, 17, "llama")]
+ONE_PASS += [(16, 1024, 9000, "gemma"), (64, 2049, 300, "llama"), (64, 4096, 4097, "llama")]
+
+
+@pytest.mark.parametrize("device,backend", room_backends("rmsnorm", "triton"))
+@DTYPES
+@pytest.mark.parametrize("rows, n, count, style", ONE_PASS)
+def test_gradients_in_one_pass_are_those_of_two_on_a_gpu(device, backend, dtype, rows, n, count, style):
+    """Of rows that cancel each other, so that dweight shows their order; and of one, which is a sum alone."""
+    if interpreted(device, backend) and n > 600:
+        pytest.skip("seconds in the interpreter")
+    from vexact_ops.rmsnorm import triton
+
+    x, weight = make(count, n, dtype, device, n)
+    dy, half = tricky(count, n, seed=n + 2, dtype=dtype, device=device), count // 2
+    dy[half : 2 * half], x[half : 2 * half] = -dy[:half].flip(0), x[:half].flip(0)
+    scale = 1.0 / (x.float().square().mean(1) + 1e-6).sqrt()
+    name = next(name for name, of in triton.ONE.items() if of == rows)
+    for case in ((dy, None, x, weight, scale), (dy[:1], dy[1:2], x[:1], weight, scale[:1])):
+        one, two = (triton._backward(kernel, style == "gemma", *case) for kernel in (name, triton.TWO))
+        assert_bitwise(one, two)
+
+
+@pytest.mark.parametrize("device,backend", room_backends("rmsnorm", "triton"))
+def test_shares_of_few_rows_join_on_a_gpu_as_those_of_a_whole_tile_do(device, backend):
+    """A sum that nothing fills up is -0 where all its terms are; one with a place left over is +0."""
+    from vexact_ops._core.triton import sum_rows, tree_sum_ref
+    from vexact_ops.rmsnorm.triton_backward import _join
+
+    for rows in (64, 16):
+        each = 64 // rows
+        for count in (64, 65):
+            parts = -torch.zeros(count * each, 3, device=device)
+            negative = torch.signbit(_join(parts, rows, torch.float32))
+            if not interpreted(device, backend):  # whose sum begins with +0
+                assert negative.all() == negative.any() == (count == 64)
+        parts = tricky(130 * each, 40, seed=rows, device=device)
+        whole = tree_sum_ref(parts.view(130, each, 40).transpose(1, 2), each)
+        assert_bitwise(_join(parts, rows, torch.bfloat16), sum_rows(whole.contiguous(), torch.bfloat16))
 
 
 def test_a_batch_dependent_norm_is_caught():

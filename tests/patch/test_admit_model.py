@@ -114,6 +114,7 @@ def asked(monkeypatch):
     rooms = {
         "LINEAR": types.SimpleNamespace(class_of=lambda rows: -(-rows // 8) * 8, admit=note("linear")),
         "GATED": types.SimpleNamespace(class_of=lambda rows: 8 if rows <= 8 else 0, admit=note("gated")),
+        "NORM": types.SimpleNamespace(admit=note("norm")),
         "HEAD": types.SimpleNamespace(admit=note("head")),
         "SAMPLE": types.SimpleNamespace(class_of=lambda rows: -(-rows // 16), admit=note("draw")),
         "FUSED_MOE": types.SimpleNamespace(
@@ -138,6 +139,8 @@ def test_decode_and_training_are_asked_for(asked, capsys):
     assert {((128, 64, rows), "fwd", None) for rows in (8, 16, 24)} <= set(linear)  # q, k and v
     assert {((64, 64, 100), layout, None) for layout in ("fwd", "dx", "dweight")} <= set(linear)
     assert not [key for key in linear if key[0] == (96, 64, 100)], "a trainer's head is not a linear"
+    norms = {args for room, args, _ in asked if room == "norm"}  # of hidden states, and of heads
+    assert norms == {(n, torch.bfloat16, torch.device("cuda"), False, False) for n in (64, 16)}
     assert ("head", (64, torch.device("cuda")), {}) in asked
     drawn = [args for room, args, _ in asked if room == "draw"]
     assert drawn == [(64, rows, torch.device("cuda")) for rows in (16, 20)], "one number of rows for each class"
@@ -160,7 +163,7 @@ def test_progress_is_lines_where_there_is_no_terminal(asked, capsys):
     found = vx.admit(QWEN3, rows=[8], progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(asked) and lines[0] == f"[1/{len(asked)}] attention (4, 2, 32, 32)"
-    assert len(found) == len(asked)
+    assert len(found) == len(asked) and not [room for room, *_ in asked if room == "norm"], "gradients of nobody"
     vx.admit(QWEN3, rows=[8], progress=False)
     assert capsys.readouterr().err == ""
 

@@ -532,7 +532,7 @@ def admit(
         if page is not None and _pages_fit(shape, page):
             found.append(route(call._replace(part="paged", page=page)))
         if training:
-            found.append(route(call._replace(part="backward")))
+            found += [decision for _, decision in _parts(call._replace(part="backward"))]
     return found
 
 
@@ -543,5 +543,14 @@ def explain(op: str, **given) -> list[tuple[str, Decision]]:
         "attention_varlen_bwd": Call.backward,
         "attention_paged": Call.paged,
     }
-    call = makers[op](**given)
-    return [(call.part, route(call))]
+    return _parts(makers[op](**given))
+
+
+def _parts(call: Call) -> list[tuple[str, Decision]]:
+    """A call's kernels; of flash-attn-4's backward also what goes before it."""
+    found = [(call.part, route(call))]
+    if call.part == "backward" and found[0][1].chosen.name == FLASH_ATTN and call.shape.window is None:
+        shape = call.shape
+        before = _cute().cute_backward.prepared_by(call.device, call.dtype, shape.d, shape.dv, shape.causal)
+        found.append(("sums of rows before it", before))
+    return found

@@ -38,7 +38,7 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
-from . import cute_backward, cute_objects
+from . import cute_backward, cute_objects, triton_prepare
 from .op import flash_keys
 
 VERSION = "4.0.0b36"  # whose source this file was written against
@@ -60,7 +60,8 @@ def versions() -> str:
     """What a verdict on these kernels holds for."""
     names = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"
     parts = [f"{name} {importlib.metadata.version(name)}" for name in names]
-    sources = b"".join(Path(module).read_bytes() for module in (__file__, cute_backward.__file__))
+    files = __file__, cute_backward.__file__, triton_prepare.__file__
+    sources = b"".join(Path(module).read_bytes() for module in files)
     return ", ".join([*parts, "sha256 " + hashlib.sha256(sources).hexdigest()[:12]])
 
 

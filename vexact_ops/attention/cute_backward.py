@@ -6,9 +6,12 @@ descending, heads ascending), written once; nothing is added up in memory, zeroe
 added up in memory, a block of queries of a head at a time (order: blocks of keys ascending): whose turn it is is
 counted. Blocks of the first keys, which most queries see, begin first and are ahead of those that wait for them, since
 all take the queries at the same pace.
+
+What its rows are given beside comes from flash-attn-4's own kernel before it, or from one of ours with that one's bytes
+(triton_prepare.py), whichever is faster.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,9 +38,15 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils
 from torch import Tensor
 
-from . import cute_objects
+from .._core import digest
+from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
+from .._core.proof.attention import offsets
+from .._core.proof.inputs import SMALL, special_rows, tricky
+from . import cute_objects, triton_prepare
 
 _LOG2_E = 1.4426950408889634
+THEIRS = "flash-attn-4"
+OURS = {"triton": False, "triton, fused": True}  # the compiler of theirs may fuse a product with its sum, or not
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 
 
@@ -272,6 +281,97 @@ def _blocks_until(cu_seqlens: Tensor, rows: int) -> Tensor | None:
     return _compute_tile_cumsum(cu_seqlens=cu_seqlens, seqused=None, tile_size=rows)[0]
 
 
+def _prepare(
+    name: str, out: Tensor, dout: Tensor, lse: Tensor, cu_seqlens: Tensor, until: Tensor | None, lse_2: Tensor,
+    dpsum: Tensor, sums: Tensor, rows: int, d: int, multiple: int,
+) -> None:  # fmt: skip
+    """Of each block of rows: out * dout summed over a row, lse in binary logarithms, and zeros where dq is summed."""
+    if name != THEIRS:
+        return triton_prepare.prepare(out, dout, lse, cu_seqlens, lse_2, dpsum, sums, rows, OURS[name])
+    return _bwd_preprocess(
+        out, dout, dpsum, lse, lse_2, sums, cu_seqlens, None, None, _DTYPES[out.dtype], d, out.shape[2], rows,
+        cu_total_m_blocks=until, hdim_multiple_of=multiple, fake_mode=False,
+    )  # fmt: skip
+
+
+def _rooms(rows: int, d: int, multiple: int, tokens: int, heads: int, sequences: int, device: torch.device):
+    """Where `_prepare` writes: lse_2, dpsum and sums, and how many blocks of rows they have."""
+    blocks = -(-(tokens + (sequences + 1) * rows) // rows)
+    lse_2, dpsum = torch.empty(2, heads, blocks * rows, dtype=torch.float32, device=device)
+    sums = torch.empty(heads, blocks * rows * (-(-d // multiple) * multiple), dtype=torch.float32, device=device)
+    return (lse_2, dpsum, sums), blocks
+
+
+def _layout(d: int, dv: int, causal: bool):
+    """flash-attn-4's tiles, rows of a block, and what a width of dq's sums is a multiple of."""
+    config = _tile_size_bwd_sm90(d, dv, causal, False)
+    return config, config.m_block_size, 64 if config.dKV_swapAB else 32
+
+
+def prepared_by(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal: bool) -> Decision:
+    rows = _layout(d, dv, causal)[1]
+    if dv not in triton_prepare.WIDTHS or rows & (rows - 1):
+        return canonical_by_rule(THEIRS, "ours takes values of other widths, and blocks of a power of two rows")
+    return _preparing(device, dtype, d, dv, causal)
+
+
+@decided
+def _preparing(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal: bool) -> Proposal:
+    _, rows, multiple = _layout(d, dv, causal)
+
+    def run(name: str) -> Callable:
+        def call(out, dout, lse, cu):
+            where, _ = _rooms(rows, d, multiple, *out.shape[:2], len(cu) - 1, device)
+            for t in where:
+                t.fill_(3.0)  # what is not written is compared too
+            _prepare(name, out, dout, lse, cu, _blocks_until(cu, rows), *where, rows, d, multiple)
+            return where
+
+        return call
+
+    def race(candidates: Sequence[Candidate], case: tuple) -> list[float | Exception]:
+        cu = case[-1]
+        where, _ = _rooms(rows, d, multiple, *case[0].shape[:2], len(cu) - 1, device)
+        given = *case, _blocks_until(cu, rows), *where, rows, d, multiple
+        return race_on_gpu([[partial(_prepare, one.name, *given)] * 4 for one in candidates])
+
+    names = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"
+    versions = {name: digest.version(name) for name in names}
+    theirs = Candidate(THEIRS, run(THEIRS), digest.of_files(__file__, **versions))
+    source = digest.of_files(__file__, triton_prepare.__file__, triton=digest.version("triton"))
+    return Proposal(
+        f"attention_bwd_prepare {str(dtype).removeprefix('torch.')} D={d},{dv} {rows} rows",
+        [*(Candidate(name, run(name), source) for name in OURS), theirs],
+        theirs,
+        lambda: _preparing_cases(device, dtype, dv),
+        race,
+    )
+
+
+def _preparing_cases(device: torch.device, dtype: torch.dtype, dv: int) -> list[tuple]:
+    """Rows whose products cancel; sequences of one token, of none, and so many that they are searched; special rows of
+    either factor; logarithms of all kinds. The last one is as a batch is."""
+
+    def case(lengths: list[int], special: Sequence[str] = (), heads: int = 3) -> tuple:
+        shape, seed = (sum(lengths), heads, dv), len(lengths)
+        out, dout = (tricky(*shape, seed=seed + i, dtype=torch.float32, device=device) for i in range(2))
+        order = torch.randperm(dv, generator=torch.Generator().manual_seed(seed)).to(device)
+        out[..., dv // 2 :], dout[..., dv // 2 :] = out[..., : dv // 2], -dout[..., : dv // 2]
+        out, dout = (x[..., order].to(dtype).contiguous() for x in (out, dout))
+        lse = tricky(heads, sum(lengths), seed=seed + 2, device=device)
+        if special:
+            out, dout = special_rows(out, kinds=special), special_rows(dout, first=1, seed=1, kinds=special)
+            for start, value in enumerate((float("-inf"), float("inf"), float("nan"))):
+                lse[:, start::7] = value
+        return out, dout, lse, offsets(lengths, device)
+
+    every = "one nan", "one inf", "inf and -inf", "largest", "one largest", *SMALL
+    few = [case([700, 1, 0, 130, 64, 63]), case([1]), case([33, 200, 5], SMALL), case([90, 129], every)]
+    out = torch.randn(8192, 16, dv, dtype=torch.float32, device=device).to(dtype)
+    timed = out, out.flip(0), out[..., 0].t().float().contiguous(), offsets([1024] * 8, device)
+    return [*few, case([i % 5 for i in range(300)], heads=1), timed]
+
+
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
     cu_seqlens_k: Tensor, scale: float, causal: bool, versions: Callable[[], str],
@@ -281,22 +381,18 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    config, dtype = _tile_size_bwd_sm90(d, dv_width, causal, False), _DTYPES[q.dtype]
-    rows, multiple = config.m_block_size, 64 if config.dKV_swapAB else 32
-    blocks = -(-(tokens + len(cu_seqlens) * rows) // rows)
-    sums = torch.empty(heads, blocks * rows * (-(-d // multiple) * multiple), dtype=torch.float32, device=device)
-    lse_2, dpsum = torch.empty(2, heads, blocks * rows, dtype=torch.float32, device=device)
+    (config, rows, multiple), dtype = _layout(d, dv_width, causal), _DTYPES[q.dtype]
+    where, blocks = _rooms(rows, d, multiple, tokens, heads, len(cu_seqlens) - 1, device)
+    lse_2, dpsum, sums = where
     turns = torch.zeros(heads, blocks, 1, dtype=torch.int32, device=device)
     until, until_k = _blocks_until(cu_seqlens, rows), _blocks_until(cu_seqlens_k, config.n_block_size)
-    _bwd_preprocess(
-        out, dout, dpsum, lse, lse_2, sums, cu_seqlens, None, None, dtype, d, dv_width, rows,
-        cu_total_m_blocks=until, hdim_multiple_of=multiple, fake_mode=False,
-    )  # fmt: skip
-    tensors, offsets = (q, k, v, dout, lse_2, dpsum, sums, dk, dv), (cu_seqlens, cu_seqlens_k)
+    name = prepared_by(device, q.dtype, d, dv_width, causal).chosen.name
+    _prepare(name, out, dout, lse, cu_seqlens, until, *where, rows, d, multiple)
+    tensors, ends = (q, k, v, dout, lse_2, dpsum, sums, dk, dv), (cu_seqlens, cu_seqlens_k)
     key = q.dtype, heads // k.shape[1], d, dv_width, causal, until_k is None
-    make = partial(_compile, config, tensors, offsets, turns, until_k, causal)
+    make = partial(_compile, config, tensors, ends, turns, until_k, causal)
     kernel = cute_objects.kernel("backward", device, key, make, versions)
-    kernel(*tensors, scale, *offsets, turns, until_k)
+    kernel(*tensors, scale, *ends, turns, until_k)
     threads = 128 if config.dQ_single_wg else config.num_wg * 128
     _bwd_postprocess_convert(
         sums, dq, scale, cu_seqlens, None, 90, dtype, d, rows, threads, config.AtomLayoutMdQ, config.dQ_swapAB,

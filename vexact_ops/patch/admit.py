@@ -18,6 +18,7 @@ from ..linear.op import ROOM as LINEAR
 from ..linear_cross_entropy.op import ROOM as HEAD
 from ..linear_sample.op import ROOM as SAMPLE
 from ..linear_silu_mul.op import ROOM as GATED
+from ..rmsnorm.op import ROOM as NORM
 from ..silu_mul.op import ACTIVATIONS
 from . import lora
 from .describe import ROUTED, read
@@ -28,6 +29,7 @@ from .state import Patch
 from .trace import Value, hidden_states, values_of
 
 WINDOW = 9  # its place among attention_varlen's arguments
+RESIDUAL, GEMMA = 2, 4  # their places among rmsnorm's
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Needs:
     mixtures: tuple[Mixture, ...] = ()
     attention: tuple[Heads, ...] = ()
     hidden: int | None = None
+    norms: tuple[tuple[int, bool, bool], ...] = ()  # of each rmsnorm: width, whether Gemma's style, with a residual
 
 
 class Admitted(list[Decision]):
@@ -112,7 +115,7 @@ def admit(
 
     model          a Hugging Face decoder (patched or not, on any device), or its config. Of what its patched forward
                    computes: linear layers, alone and as an engine joins those of one input; the head; mixtures of
-                   experts; attention over packed sequences and over pages
+                   experts; attention over packed sequences and over pages; gradients of norms
     rows           numbers of rows in a step: all up to so many, or these
     training_rows  numbers of tokens in a trainer's batch, for which gradients are verified too: these, or one
     dtype          the model's own by default
@@ -207,10 +210,15 @@ def _needs(patch: Patch, joined: bool) -> Needs:
             (_, count, d), (_, kept, _), (_, _, dv) = call.inputs[:3]
             heads.setdefault((count, kept, d, dv), set()).add(call.args[WINDOW])
     attention = (Heads(*shape, tuple(sorted(windows, key=lambda w: w or 0))) for shape, windows in heads.items())
+    norms = dict.fromkeys(
+        (call.inputs[0][-1], bool(call.args[GEMMA]), call.args[RESIDUAL] is not None)
+        for call in calls
+        if call.op == "rmsnorm"
+    )
     head = None if patch.head is None else tuple(patch.head.weight.shape)
     if head is not None:
         matrices[Matrix(*head, wide=True, head=True)] = None
-    return Needs(tuple(matrices), tuple(mixtures), tuple(attention), head and head[1])
+    return Needs(tuple(matrices), tuple(mixtures), tuple(attention), head and head[1], tuple(norms))
 
 
 def _matrix(call: Value) -> Matrix | None:
@@ -265,6 +273,9 @@ def _jobs(
         options = {"windows": heads.windows, "segment": kv_segment, "page": page_size, "training": bool(training_rows)}
         shape = heads.heads, heads.heads_k, heads.d, heads.dv
         yield f"attention {shape}", lambda shape=shape, o=options: attention.admit(*shape, dtype, device, **o)
+    for width, *style in needs.norms if training_rows else ():
+        norm = NORM.module("triton")
+        yield f"norm {width}", lambda n=width, style=style, norm=norm: [norm.admit(n, dtype, device, *style)]
     if needs.hidden is not None and dtype == torch.bfloat16:
         yield f"head {needs.hidden}", lambda: [head.admit(needs.hidden, device)]
         for count in sorted({sampler.class_of(count): count for count in rows}.values()):

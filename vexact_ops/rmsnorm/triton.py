@@ -1,16 +1,30 @@
-"""The Triton kernels. A program holds whole rows; rows wider than WIDEST are read twice, block by block."""
+"""The Triton kernels. A program holds whole rows; rows wider than WIDEST are read twice, block by block.
+
+Of rmsnorm's backward those of triton_backward.py are proposed in the place of the two here, and verified byte for byte
+against them (contract: verify, then trust), once for each dtype, width and style, with a residual and without.
+"""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._core import digest, gpu
+from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
+from .._core.proof.inputs import SMALL, special_rows, tricky
 from .._core.triton import OPTIONS, begin_beside, cdiv, chunk, early, on, sum_rows, tree_sum
 from ..silu_mul.triton import gate_slope, sigmoid
+from . import triton_backward
+from .triton_backward import tile_of
 
 WIDEST = 16384
+TWO = "dx, then dweight"
+ONE = {f"in one pass, {rows} rows": rows for rows in (64, 16)}  # rows whose products a program sums
+NARROW = 256  # of so many elements a program sums 64 in one step or a few
+TIMED = 1 << 24  # elements of x where they are raced: a batch's
 
 
 @functools.cache
@@ -131,10 +145,23 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, 
 
 
 def rmsnorm_bwd(dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, gemma: bool):
-    rows, n = x.shape
-    dx = torch.empty_like(x)
-    if rows == 0:
-        return dx, torch.zeros_like(weight)
+    if x.shape[0] == 0:
+        return torch.empty_like(x), torch.zeros_like(weight)
+    name = route(x, gemma, dnew_residual is not None, dy, dnew_residual, weight).chosen.name
+    return _backward(name, gemma, dy, dnew_residual, x, weight, rstd)
+
+
+def _backward(
+    name: str, gemma: bool, dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+):
+    if name == TWO:
+        return _dx_then_dweight(dy, dnew_residual, x, weight, rstd, gemma)
+    tile = tile_of(x.shape[1], ONE[name])
+    return triton_backward.rmsnorm_bwd(dy, dnew_residual, x, weight, rstd, gemma, tile)
+
+
+def _dx_then_dweight(dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, gemma: bool):
+    (rows, n), dx = x.shape, torch.empty_like(x)
     tile = _tile(n)
     parts = torch.empty(cdiv(rows, 64), n, dtype=torch.float32, device=x.device)
     with on(x):
@@ -234,3 +261,104 @@ def rmsnorm_gated_bwd(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd:
             dy, x, gate, rstd, parts, rows, N=n, ROWS=64, COLUMNS=64, num_warps=4, **OPTIONS
         )
     return dx, dgate, sum_rows(parts, weight.dtype)
+
+
+# ---- admission of rmsnorm's backward
+
+
+def route(x: Tensor, gemma: bool, residual: bool, *others: Tensor | None) -> Decision:
+    """Which kernels compute it: dispatch takes it, `explain` shows it, `admit` asks for it ahead of time.
+
+    others   what is read beside x
+    """
+    if x.device.type != "cuda":
+        return canonical_by_rule(TWO, "others are verified on a GPU")
+    if x.shape[1] > triton_backward.WIDEST:
+        return canonical_by_rule(TWO, f"others hold rows of up to {triton_backward.WIDEST} elements")
+    if any(t.data_ptr() % 16 for t in (x, *others) if t is not None):
+        return canonical_by_rule(TWO, "a tensor does not begin on a 16-byte boundary")
+    return _backwards(x.device, x.dtype, x.shape[1], gemma, residual)
+
+
+@decided
+def _backwards(device: torch.device, dtype: torch.dtype, n: int, gemma: bool, residual: bool) -> Proposal:
+    def of(name: str, source: str) -> Candidate:
+        return Candidate(name, functools.partial(_backward, name, gemma), source)
+
+    canonical = of(TWO, digest.canonical("rmsnorm"))
+    source = digest.of_files(triton_backward.__file__, triton=digest.version("triton"))
+    return Proposal(
+        f"rmsnorm_bwd {str(dtype).removeprefix('torch.')} N={n} {'gemma' if gemma else 'llama'}"
+        f"{' residual' if residual else ''}",
+        [*(of(name, source) for name, rows in ONE.items() if rows == 64 or n > NARROW), canonical],
+        canonical,
+        lambda: [*_cases(device, dtype, n, residual), _timed(device, dtype, n, residual)],
+        _race,
+    )
+
+
+def _cases(device: torch.device, dtype: torch.dtype, n: int, residual: bool) -> list[tuple]:
+    """dy, dnew_residual, x, weight, rstd. Rows whose shares of dweight cancel, and elements whose shares of dx do; one
+    row, as many as a program's and one more, blocks of blocks; special rows, of gradients and of x; and nothing but -0,
+    whose sum is -0 as long as nothing is filled up with 0."""
+
+    def new(rows: int, seed: int, *kinds: str) -> Tensor:
+        x = tricky(rows, n, seed=seed, dtype=dtype, device=device)
+        return special_rows(x, seed=seed, kinds=kinds) if kinds else x
+
+    weight, half = tricky(n, seed=4, dtype=dtype, device=device), n // 2
+    weight[half : 2 * half] = weight[:half]
+
+    def case(dy: Tensor, x: Tensor, added: bool) -> tuple:
+        scale = 1.0 / (x.float().square().mean(1) + 1e-6).sqrt()
+        more = new(x.shape[0], 3) if added else torch.zeros_like(x)
+        return dy, more if residual else None, x, weight, scale
+
+    def cancelling_rows(pairs: int) -> tuple[Tensor, Tensor]:
+        order = torch.randperm(2 * pairs, generator=torch.Generator().manual_seed(pairs)).to(device)
+        x, dy = new(pairs, pairs), new(pairs, pairs + 1)
+        return torch.cat([dy, -dy])[order], torch.cat([x, x])[order]
+
+    def cancelling_columns(rows: int) -> tuple[Tensor, Tensor]:
+        dy, x = new(rows, 5), new(rows, 6)  # where dy is 0, dx is nothing but their sum
+        dy[:, half : 2 * half], x[:, half : 2 * half] = -dy[:, :half], x[:, :half]
+        return dy, x
+
+    none = torch.zeros(4096, n, dtype=dtype, device=device)
+    return [
+        *(case(new(rows, rows), new(rows, rows + 1), rows == 65) for rows in (1, 16, 17, 64, 65)),
+        case(*cancelling_rows(450), True),
+        case(*cancelling_rows(2055), False),
+        case(*cancelling_columns(130), False),
+        case(new(150, 7, *SMALL), new(150, 8), True),
+        case(new(150, 7), new(150, 8, *SMALL), False),
+        case(special_rows(new(53, 9), seed=9), new(53, 10), True),
+        case(new(53, 9), special_rows(new(53, 10), seed=10, first=3), False),
+        case(-none, none + 1, False),
+    ]
+
+
+def _timed(device: torch.device, dtype: torch.dtype, n: int, residual: bool) -> tuple:
+    x = torch.randn(max(TIMED // n, 64), n, dtype=torch.float32, device=device).to(dtype)
+    scale = torch.ones(x.shape[0], dtype=torch.float32, device=device)
+    return x.flip(0), x if residual else None, x, x[0].clone(), scale
+
+
+def _race(candidates: Sequence[Candidate], case: tuple) -> list[float | Exception]:
+    return race_on_gpu([[functools.partial(one.run, *case)] * 4 for one in candidates])
+
+
+def explain(op: str, **given) -> list[tuple[str, Decision]]:
+    """Which kernels compute a call, of the operator's arguments by name."""
+    if op != "rmsnorm_bwd":
+        return []
+    dy, dnew_residual, weight = (given[name] for name in ("dy", "dnew_residual", "weight"))
+    decision = route(given["x"], given["gemma"], dnew_residual is not None, dy, dnew_residual, weight)
+    return [("gradients", decision)]
+
+
+def admit(
+    n: int, dtype: torch.dtype, device: torch.device | str = "cuda", gemma: bool = False, residual: bool = False
+) -> Decision:
+    """Verify ahead of time what the gradients of rows of this width need."""
+    return route(torch.empty(1, n, dtype=dtype, device=gpu.with_index(device)), gemma, residual)
