@@ -109,7 +109,10 @@ class Participant:
         return self._ask("finish")
 
     def abandon(self, why: BaseException) -> bool:
-        return self._ask("abandon", why=str(why), is_lost=isinstance(why, PeerLost))
+        """Where the engine is gone its weights are, too."""
+        with contextlib.suppress(ConnectionError):
+            return self._ask("abandon", why=str(why), is_lost=isinstance(why, PeerLost))
+        return True
 
     def let_go(self) -> None:
         with contextlib.suppress(EngineClosed, StageDied, ConnectionError):  # then it has
