@@ -282,30 +282,60 @@ def test_sets_that_are_not_one(mode, meeting):
     at.heals(new)
 
 
-@MODES
-def test_a_sender_that_is_killed_is_named(mode, meeting):
-    """It has begun, and sends no more."""
-    at, new = meeting(mode), other(build("Qwen3"))
+@contextlib.contextmanager
+def begun(at, node, peer):
+    """A sender on that node that has said that it has something, and then says nothing."""
+    dealer = protocol.zmq.Context.instance().socket(protocol.zmq.DEALER)
+    dealer.linger, dealer.rcvtimeo = 0, 30_000
+    dealer.connect(list(at.receivers.addresses.values())[node])
+    dealer.send(messages.encode(messages.Hello(messages.VERSION, peer, vx.numerics("cpu"))))
+    try:
+        yield dealer
+    finally:
+        dealer.close()
+
+
+@contextlib.contextmanager
+def doomed():
+    """A process, as a sender calls itself."""
     with subprocess.Popen(["sleep", "600"]) as child:
-        started = messages._status(child.pid)[1]
-        peer = messages.Peer(child.pid, started, f"the trainer (process {child.pid})")
-        dealer = protocol.zmq.Context.instance().socket(protocol.zmq.DEALER)
-        dealer.linger = 0
-        dealer.connect(list(at.receivers.addresses.values())[1])
         try:
-            received, sent = at.receive(), at.send(0, new)
-            dealer.send(messages.encode(messages.Hello(messages.VERSION, peer, vx.numerics("cpu"))))
-            assert isinstance(messages.decode(dealer.recv(), "it"), messages.Welcome)
-            until(lambda: at.engine._worker.seen[0])
+            started = messages._status(child.pid)[1]
+            yield child, messages.Peer(child.pid, started, f"the trainer (process {child.pid})")
         finally:
             child.kill()
-        said = rf"right: the trainer \(process {child.pid}\) has died while the next message was waited for"
-        with pytest.raises(PeerLost, match=f"^weights: {said}.* The engine "):
+
+
+@MODES
+def test_a_sender_that_is_killed_is_named(mode, meeting):
+    """Of its own node nothing has come; what another one has brought is torn all the same."""
+    at, new = meeting(mode), other(build("Qwen3"))
+    with doomed() as (child, peer), begun(at, 0, peer):
+        received, sent = at.receive(), at.send(1, new)
+        until(lambda: at.engine._loop.torn if mode == "in_place" else at.engine._worker.seen[1])
+        child.kill()
+        said = rf"left: the trainer \(process {child.pid}\) has died while the next message was waited for"
+        with pytest.raises(PeerLost, match=f"^weights: {said}.* The engine ") as caught:
             received.result(60)
+        assert ("has no weights now" in str(caught.value)) == (mode == "in_place")
         with pytest.raises(HandoverFailed, match=f"refused on every node: {said}"):
             sent.result(60)
-        dealer.close()
+    at.left(mode, build("Qwen3"))
     at.heals(new)
+
+
+def test_who_says_nothing_is_told_at_once_that_another_node_has_failed(meeting):
+    at, me = meeting(), messages.Peer.self("the trainer")
+    with doomed() as (child, peer), begun(at, 0, me) as silent, begun(at, 1, peer) as dying:
+        received = at.receive()
+        for dealer in (silent, dying):
+            assert isinstance(messages.decode(dealer.recv(), "it"), messages.Welcome)
+        child.kill()
+        with pytest.raises(PeerLost, match="^weights: right: the trainer"):
+            received.result(60)
+        said = messages.decode(silent.recv(), "it")
+        assert isinstance(said, messages.Failed) and "refused on every node: right: the trainer" in said.reason
+    at.heals(other(build("Qwen3")))
 
 
 @MODES

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 0.9  # of a sender's `timeout`: it is to hear on which node there is none before it gives up
 _CLOSED = "weights: the receivers are closed"
+_ASKED = {"begin", "open", "finish", "abandon"}  # of a _Set, by receivers
 _OF_A_SET = (HandoverFailed, ValueError, TypeError)  # what is wrong with what was sent, and not with the engine
 
 
@@ -156,9 +157,10 @@ class NodeReceivers:
 
     def _end_all(self, found: "_Set", node: int, otherwise: str) -> None:
         worker = self._intake.worker
-        with contextlib.suppress(EngineClosed):
-            otherwise = self._intake.loop.call(lambda: worker.why_dead(otherwise))
-        found.fail(node, StageDied(otherwise))
+        try:
+            found.fail(node, StageDied(self._intake.loop.call(lambda: worker.why_dead(otherwise))))
+        except EngineClosed as error:
+            found.fail(None, error)
 
     def _asked_by(self, node: int, what: str, each: Sequence[dict[str, Any]]) -> Sequence[Any]:
         """In its line's thread."""
@@ -169,6 +171,8 @@ class NodeReceivers:
             raise HandoverFailed("weights: no set is under way")
         if what == "take":
             return self._set.take(node, [msgspec.convert(given["bucket"], Bucket) for given in each])
+        if what not in _ASKED:
+            raise HandoverFailed(f"weights: {what} is no question")
         return [getattr(self._set, what)(node, **given) for given in each]
 
 

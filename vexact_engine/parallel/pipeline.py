@@ -352,6 +352,8 @@ class PipelineWorker:
 
     def make_copy(self, device: torch.device | str | None) -> Staging:
         """A second copy of the weights' memory in each stage, of its own layers."""
+        if self.dead:
+            self._restart()
         made = Staging(None if device is None else str(device))
         self.ask("copy", device=made.device)
         return made
