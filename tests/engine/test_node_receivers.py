@@ -331,7 +331,7 @@ def test_who_says_nothing_is_told_at_once_that_another_node_has_failed(meeting):
         for dealer in (silent, dying):
             assert isinstance(messages.decode(dealer.recv(), "it"), messages.Welcome)
         child.kill()
-        with pytest.raises(PeerLost, match="^weights: right: the trainer"):
+        with pytest.raises(PeerLost, match=r"^weights: right: the trainer"):
             received.result(60)
         said = messages.decode(silent.recv(), "it")
         assert isinstance(said, messages.Failed) and "refused on every node: right: the trainer" in said.reason
