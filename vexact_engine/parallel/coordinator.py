@@ -50,7 +50,9 @@ class NodeReceivers:
     compared is their fingerprints and, where they give one, the set's version.
     """
 
-    def __init__(self, engine: "Engine", *, mode: str = "in_place", staging: str | None = None, timeout: float = 60.0):
+    def __init__(
+        self, engine: "Engine", *, mode: str = "in_place", staging: str | None = None, timeout: float = 60.0
+    ) -> None:
         check_mode(mode, staging)
         if not timeout > 0:
             raise ValueError(f"NodeReceivers: timeout: got {timeout!r}, expected seconds above 0")
