@@ -20,6 +20,7 @@ from vexact_engine import (
     Load,
     Metrics,
     ModelInUse,
+    NodeReceivers,
     PeerLost,
     ReplicaDied,
     ReplicaInfo,
@@ -189,3 +190,7 @@ def handover(engine: Engine, model: nn.Module) -> None:
         except HandoverFailed as error:
             print(error)
         print(sent, taken)
+    with NodeReceivers(engine, mode="staged", timeout=60.0) as receivers:
+        addresses: dict[str, str] = receivers.addresses
+        version: int = receivers.receive(timeout=None)
+        print(addresses, version)

@@ -19,6 +19,7 @@ _WHERE = {
     "EngineForked": "errors",
     "HandoverFailed": "errors",
     "ModelInUse": "errors",
+    "NodeReceivers": "parallel.coordinator",
     "PeerLost": "errors",
     "ReplicaDied": "errors",
     "ReplicaInfo": "parallel.replicas",
@@ -45,6 +46,7 @@ __all__ = [
     "Load",
     "Metrics",
     "ModelInUse",
+    "NodeReceivers",
     "PeerLost",
     "ReplicaDied",
     "ReplicaInfo",
@@ -100,5 +102,6 @@ if TYPE_CHECKING:
     from .handover.receiver import WeightReceiver
     from .handover.sender import WeightSender
     from .outputs import Increment, Load
+    from .parallel.coordinator import NodeReceivers
     from .parallel.replicas import ReplicaInfo, Replicas
     from .request import Completion, Metrics

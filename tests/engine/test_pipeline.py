@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import vexact_ops as vx
 from vexact_engine import Engine, EngineAsleep, EngineConfig, SamplingParams, StageDied, WeightsMissing, WeightsTorn
 from vexact_engine.parallel import member
-from vexact_engine.parallel.pipeline import cut
+from vexact_engine.parallel.balance import cut
 from vexact_engine.runner.sleep import TAGS
 from vexact_engine.weights.load import load_in_stages
 from vexact_engine.weights.partial import Origin, fill, skeleton

@@ -8,7 +8,7 @@ from toy import make, request
 from vexact_engine import EngineConfig
 from vexact_engine.core.plan import PLACEHOLDER, Sampled
 from vexact_engine.core.scheduler import Scheduler
-from vexact_engine.parallel.pipeline import split
+from vexact_engine.parallel.balance import split
 from vexact_engine.weights.random import load_random
 
 

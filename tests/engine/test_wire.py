@@ -42,8 +42,8 @@ def arrived(door, rank):
     return found[-1]
 
 
-def enter(door, rank, asks=False):
-    return call(door.address, door.secret, Caller(rank, asks))
+def enter(door, rank, what="told"):
+    return call(door.address, door.secret, Caller(rank, what))
 
 
 def refused(door):
@@ -60,7 +60,7 @@ def test_who_knows_the_secret_comes_in_once_and_nobody_after_the_last():
             write_frame(theirs, b"%d" % rank)
             assert Frames(at).read() == [b"%d" % rank]
             theirs.close()
-        asking = [enter(door, rank, asks=True) for rank in (0, 1)]
+        asking = [enter(door, rank, "ask") for rank in (0, 1)]
         until(lambda: not door._expected)
         refused(door)
         for each in (*ours, *asking):
@@ -99,7 +99,7 @@ def test_a_stranger_stays_outside_and_holds_nobody_up(how, silent, caplog):
         mine = stack.enter_context(enter(door, 0))
         if how == "another secret":
             with pytest.raises(AuthenticationError):
-                call(door.address, b"x" * 32, Caller(1, False))
+                call(door.address, b"x" * 32, Caller(1, "told"))
         elif how in ("a rank that is there", "no such rank"):
             rank = 0 if how == "a rank that is there" else 2
             late = stack.enter_context(enter(door, rank))
@@ -131,7 +131,7 @@ def test_many_who_say_nothing_are_not_in_the_way(silent):
 def test_a_door_that_is_somebody_elses_is_noticed(caplog):
     caplog.set_level(logging.WARNING)
     with opened() as door, pytest.raises((AuthenticationError, EOFError, OSError)):
-        call(door.address, b"", Caller(0, False))
+        call(door.address, b"", Caller(0, "told"))
     listening = socket.create_server((HERE, 0))
 
     def pretend():
@@ -147,7 +147,7 @@ def test_a_door_that_is_somebody_elses_is_noticed(caplog):
     thread = threading.Thread(target=pretend)
     thread.start()
     with pytest.raises(AuthenticationError):
-        call(listening.getsockname()[:2], b"s" * 32, Caller(0, False))
+        call(listening.getsockname()[:2], b"s" * 32, Caller(0, "told"))
     thread.join()
     listening.close()
 
@@ -175,9 +175,7 @@ def test_interfaces():
 
 def test_processes_find_what_others_have_left():
     with opened(count=2) as door, contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        one, two = (
-            BoardStore(Connection(stack.enter_context(enter(door, rank, asks=True)).detach())) for rank in (0, 1)
-        )
+        one, two = (BoardStore(Connection(stack.enter_context(enter(door, rank, "ask")).detach())) for rank in (0, 1))
         late = pool.submit(two.get, "key")
         one.set("key", "value")
         assert late.result(120) == b"value" == one.get("key")

@@ -14,7 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vexact_engine import Engine, EngineConfig, SamplingParams, StageDied, WeightsTorn
+from vexact_engine import (
+    Engine,
+    EngineConfig,
+    HandoverFailed,
+    NodeReceivers,
+    PeerLost,
+    SamplingParams,
+    StageDied,
+    WeightSender,
+    WeightsTorn,
+)
 from vexact_engine.parallel import limits
 from vexact_engine.parallel.nodes import Nodes
 from vexact_engine.parallel.replicas import Replicas
@@ -43,6 +53,19 @@ def gone(pids):
 
 def ask(engine):
     return [(c.token_ids, c.logprobs, c.raw_logprobs, c.top_logprobs) for c in engine.generate(PROMPTS, PARAMS)]
+
+
+def handed(engine, given, mode, timeout=60):
+    """What comes of weights that a sender for each node brings: for those that receive, and for each that sends."""
+    with NodeReceivers(engine, mode=mode, timeout=timeout) as receivers, ThreadPoolExecutor(3) as pool:
+        received, numerics = pool.submit(receivers.receive, timeout), engine.numerics()
+
+        def send(address, items):
+            with WeightSender(address, numerics=numerics, bucket_bytes=4096, timeout=timeout) as out:
+                return out.send(items)
+
+        sent = [pool.submit(send, *each) for each in zip(receivers.addresses.values(), given)]
+    return received, sent
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +99,19 @@ def one(models):
 
 def test_stages_and_ranks_on_two_nodes_have_the_bits_of_one(nodes, one):
     path, first, new, other = one
+    own = AutoModelForCausalLM.from_pretrained(path).state_dict()
     config = EngineConfig(**{**vars(SPREAD), "tensor_parallel_size": 2})
     with Engine.from_pretrained(path, device="cpu", config=config) as engine:
         members = engine._worker._stages
         assert sorted(each.near for each in members) == [False, False, True, True]
         assert members[0].near == members[1].near, "ranks of a stage are on one node"
         assert ask(engine) == first
-        for given, expected in ((new, other), (AutoModelForCausalLM.from_pretrained(path).state_dict(), first)):
+        for mode, given, expected in (("staged", new, other), ("in_place", own, first)):
+            received, sent = handed(engine, [given] * 2, mode)
+            assert [each.result() for each in (received, *sent)] == [engine.weight_version] * 3
+            assert ask(engine) == expected
+        assert engine._worker._here is None, "nothing of them has been carried to another node"
+        for given, expected in ((new, other), (own, first)):
             engine.update_weights(given, numerics=engine.numerics())
             assert ask(engine) == expected
         engine.sleep()
@@ -174,6 +203,8 @@ def test_verls_replica_of_two_nodes_and_what_it_is_asked_over_http(nodes, one):
 
     asyncio.run(replica.sleep())
     ray.get(trainers.update_weights(3, mode="naive"))
+    carried = server.__ray_call__.remote(lambda self: self.engine._worker._here is not None)
+    assert not ray.get(carried), "each node's ranks take them from the trainer's rank on their node"
     with Engine.from_pretrained(weights(path, 3, torch.bfloat16), config=CONFIG) as engine:
         (expected,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9, seed=3, ignore_eos=True))
     assert answer() == (expected.token_ids, expected.logprobs)
@@ -203,6 +234,15 @@ def test_verls_replica_of_two_nodes_and_what_it_is_asked_over_http(nodes, one):
     assert post(address, "/v1/chat/completions", chat)[0] == 503
     asyncio.run(replica.resume_generation())
     assert post(address, "/v1/chat/completions", chat)[0] == 200
+    # A trainer's rank dies in an update: the other one is told where, and requests that there are no weights
+    ray.get(trainers.workers[1].set_spoil.remote("die"))
+    told, _ = trainers.update_weights(4, mode="naive")
+    with pytest.raises(
+        ray.exceptions.RayTaskError, match=r"\(node .*\): the trainer \(process \d+\) has died .* send all"
+    ):
+        ray.get(told)
+    with pytest.raises(ray.exceptions.RayTaskError, match="update them again"):
+        answer()
     for handle in (server, *replica._nodes, *trainers.workers):
         ray.kill(handle)
     wrong = rollout_config(path, "actor_rollout_ref.rollout.tensor_model_parallel_size=2").actor_rollout_ref.rollout
@@ -230,6 +270,23 @@ def test_a_process_or_a_node_that_goes_away_is_named(nodes, one):
             running.result(60)
         slow(engine, 0)
         assert ask(engine) == first, "on the same nodes, of the same weights"
+        pids = pids_of(engine)
+
+        def killing():
+            for count, item in enumerate(new.items()):
+                if count == 3:
+                    os.kill(pids[far], signal.SIGKILL)
+                yield item
+
+        received, sent = handed(engine, [killing(), new], "staged")
+        with pytest.raises(StageDied, match=rf"stage {far} on .* has died \(signal 9\)"):
+            received.result()
+        for each in sent:
+            with pytest.raises((PeerLost, HandoverFailed), match=r"has died|is gone"):
+                each.result()
+        received, sent = handed(engine, [new] * 2, "staged")
+        assert [each.result() for each in (received, *sent)] == [engine.weight_version] * 3
+        assert ask(engine) == other, "healed"
         pids = pids_of(engine)
 
         def breaking():

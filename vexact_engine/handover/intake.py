@@ -2,24 +2,28 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import EngineClosed
-from ..weights.update import Piece, Places
+from ..weights.update import Piece, Places, Update
 from . import messages as m
 from .buffers import gpu_name
 from .session import Reading, UpdateLoop, UpdateWorker, WeightUpdate
 
 MODES = ("in_place", "staged")
+T = TypeVar("T")
 
 
 class EngineIntake:
-    """Where a WeightReceiver, or a replica, puts what comes for one engine, set by set.
+    """Where a WeightReceiver, a replica, or NodeReceivers put what comes for one engine, set by set.
 
     device, gpu   where it is computed: see messages.Welcome
     """
+
+    broken = ""
 
     def __init__(
         self,
@@ -32,7 +36,7 @@ class EngineIntake:
         staging: torch.device | str | None,
     ):
         check_mode(mode, staging)
-        self._loop, self._worker, self._begin, self._places = loop, worker, begin, places
+        self.loop, self.worker, self._begin, self._places = loop, worker, begin, places
         self._device = device
         self._staging = loop.call(lambda: worker.make_copy(staging)) if mode == "staged" else None
         self._update: WeightUpdate | None = None
@@ -44,7 +48,7 @@ class EngineIntake:
 
     @property
     def gpu(self) -> str:
-        return gpu_name(self._device) if self._worker.takes_aside else ""
+        return gpu_name(self._device) if self.worker.takes_aside else ""
 
     def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """(shape, dtype) of all that may come, by name."""
@@ -63,6 +67,10 @@ class EngineIntake:
         """Begins to; the bucket may be filled again once that is done."""
         return self._update.take(bucket)
 
+    def do(self, function: Callable[[Update], T]) -> T:
+        """`take` of what a worker has been given in another way: function(the worker's Update), as it takes."""
+        return self._update.do(function)
+
     def write(self, pairs: Iterable[tuple[str, Tensor | Piece]]) -> None:
         """What no memory of another process brings."""
         self._update.write(pairs)
@@ -72,19 +80,18 @@ class EngineIntake:
         self._update = None
         return version
 
-    def abandon(self) -> bool:
+    def abandon(self, why: BaseException | None = None) -> bool:
         """Nothing more comes. Whether what the engine had before is gone."""
         update, self._update = self._update, None
         if update is None:
             return False
-        begun = update.begun
         update.abandon()
-        return begun
+        return update.begun
 
     def let_go(self) -> None:
         """Of the sender's memory."""
         with contextlib.suppress(EngineClosed):  # then it has
-            self._loop.call(self._worker.let_go)
+            self.loop.call(self.worker.let_go)
 
 
 def check_mode(mode: str, staging: torch.device | str | None) -> None:

@@ -34,20 +34,18 @@ class Wait:
     """For one thing that a peer has to say, whoever else talks meanwhile.
 
     peer      None: not known yet
-    closed    whether the receiver that waits is to end
+    ended     why the receiver that waits is to end; "" where it is not
     """
 
-    def __init__(
-        self, peer: Peer | None, seconds: float, what: str, closed: Callable[[], bool] = lambda: False
-    ) -> None:
-        self.peer, self.seconds, self.what, self._closed = peer, seconds, what, closed
+    def __init__(self, peer: Peer | None, seconds: float, what: str, ended: Callable[[], str] = lambda: "") -> None:
+        self.peer, self.seconds, self.what, self._ended = peer, seconds, what, ended
         self._end = time.monotonic() + seconds
         self._look, self._dead, self._late = 0.0, False, 0
         self._name = "the peer" if peer is None else peer.name
 
     def until_heard(self, poller: zmq.Poller) -> None:
         """Until something has come. PeerLost where the peer is dead, or nothing comes for so long; HandoverFailed where
-        the receiver is closed meanwhile."""
+        the receiver is to end meanwhile."""
         while not poller.poll(POLL):
             self._check_open()
             if self.peer is not None and not self.peer.alive:
@@ -70,8 +68,8 @@ class Wait:
                 self._lost() if self._dead else self._late_by()
 
     def _check_open(self) -> None:
-        if self._closed():
-            raise HandoverFailed("weights: the receiver is closed")
+        if why := self._ended():
+            raise HandoverFailed(why)
 
     def _lost(self) -> None:
         raise PeerLost(f"weights: {self._name} has died while {self.what} was waited for")

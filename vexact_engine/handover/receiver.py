@@ -24,18 +24,23 @@ _AT_ONCE = 1000  # messages that are heard before anything else is done
 
 
 class Intake(Protocol):
-    """Where a set goes; see intake.py and parallel/intake.py."""
+    """Where a set goes; see intake.py and parallel/intake.py.
+
+    broken   why nothing can go there, whatever still comes; "" otherwise
+    """
 
     @property
     def device(self) -> str: ...
     @property
     def gpu(self) -> str: ...
+    @property
+    def broken(self) -> str: ...
     def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]: ...
     def begin(self, numerics: Mapping[str, object], version: int | None = None) -> None: ...
     def open(self, offer: m.Offer) -> None: ...
     def take(self, bucket: m.Bucket) -> Reading: ...
     def finish(self) -> int: ...
-    def abandon(self) -> bool: ...
+    def abandon(self, why: BaseException) -> bool: ...
     def let_go(self) -> None: ...
 
 
@@ -159,11 +164,11 @@ class WeightReceiver:
 
     def _give_up(self, error: BaseException) -> str:
         """What to tell: why, and what the engine has now."""
-        with contextlib.suppress(RuntimeError):  # of the device: whoever asks it next is told
-            for _, reading in self._taken:
+        for _, reading in self._taken:
+            with contextlib.suppress(Exception):  # of the device, say: whoever asks it next is told
                 reading.wait()
         self._taken.clear()
-        begun = self._intake.abandon()
+        begun = self._intake.abandon(error)
         if isinstance(error, UpdateIncomplete):
             return str(error)
         has = "has no weights now: send all of them again" if begun else "goes on with the weights that it had"
@@ -201,8 +206,8 @@ class WeightReceiver:
         newest, for it may have given up and come again while nobody listened here."""
         while True:
             for _ in range(_AT_ONCE):  # somebody may talk without an end
-                if self._closed:
-                    raise HandoverFailed("weights: the receiver is closed")
+                if why := self._ended():
+                    raise HandoverFailed(why)
                 if not self._socket.poll(0 if self._waiting else protocol.POLL):
                     break
                 self._note(*self._next_message())
@@ -213,6 +218,9 @@ class WeightReceiver:
             if end is not None and time.monotonic() > end:
                 said = f"weights: no sender came within {timeout:g} s"
                 raise TimeoutError(f"{said}, but one that broke off: {self._skipped}" if self._skipped else said)
+
+    def _ended(self) -> str:
+        return "weights: the receiver is closed" if self._closed else self._intake.broken
 
     def _note(self, sender: bytes, message: m.Message | None) -> None:
         """Of somebody whose set is not under way."""
@@ -260,7 +268,7 @@ class WeightReceiver:
             by, message = self._early.popleft()
             if by == sender:
                 return message
-        wait = protocol.Wait(peer, self.timeout, "the next message", lambda: self._closed)
+        wait = protocol.Wait(peer, self.timeout, "the next message", self._ended)
         while True:
             while self._taken and (self._taken[0][1].done or not self._socket.poll(0)):
                 self._acknowledge(sender)

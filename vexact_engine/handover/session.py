@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # it needs msgspec
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 TORN = "an update of the weights broke off in the middle: update them again"
 
 
@@ -126,11 +127,15 @@ class WeightUpdate:
     def take(self, bucket: "m.Bucket") -> Reading:
         """`write` of what lies there, but that it may be reused once that is done. HandoverFailed where it is not what
         was sent."""
+        return self.do(lambda update: self._worker.take(update, bucket, staged=self._staged))
+
+    def do(self, take: Callable[[Update], T]) -> T:
+        """`take`, by whatever function that writes of the worker's update."""
         self._check()
         if self._staged:
-            return self._into_copy(lambda: self._worker.take(self._update, bucket, staged=True))
+            return self._into_copy(lambda: take(self._update))
         call = self._loop.beside if self._worker.takes_aside else self._loop.call
-        return call(lambda: self._take(bucket), self._may_write)
+        return call(lambda: self._take(take), self._may_write)
 
     def finish(self) -> int:
         """All has come. Returns the new weight_version. ValueError where something is missing."""
@@ -181,9 +186,9 @@ class WeightUpdate:
             self._update.write(bucket)
         self._worker.wait()
 
-    def _take(self, bucket: "m.Bucket") -> Reading:
+    def _take(self, take: Callable[[Update], T]) -> T:
         with self._writing():
-            return self._worker.take(self._update, bucket, staged=False)
+            return take(self._update)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ class FleetIntake:
     """
 
     gpu = ""  # there are several
+    broken = ""
 
     def __init__(
         self, front: Front, updates: threading.Lock, numerics: Mapping, device: str, mode: str, staging: str | None
@@ -74,7 +75,7 @@ class FleetIntake:
         self._end()
         return version
 
-    def abandon(self) -> bool:
+    def abandon(self, why: BaseException | None = None) -> bool:
         update, self._update = self._update, None
         if update is None:
             return False

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from . import limits
 from . import messages as m
 from .frames import Frames, framed
+from .line import Line
 from .nodes import CODE, RemoteProcess, variables
 
 if TYPE_CHECKING:
-    from .wire import Door
+    from .wire import Door, Purpose
 
 LOOK = 0.02  # seconds between two looks at what else there is to do
 
@@ -26,6 +27,7 @@ class Member:
     ready    what it has said of itself, once it is made
     answers  that have come and were not taken yet, by their keys
     near     whether it sees the memory of the engine's process
+    line     by which it and the engine's process ask each other things; None: it has none
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Member:
         self.answers: dict[int, m.Answer] = {}
         self.failed = ""
         self.socket: socket.socket | None = None
+        self.line: Line | None = None
 
     @classmethod
     def here(cls, name: str, added: Mapping[str, str], meanwhile: Callable[[], None]) -> "Member":
@@ -61,16 +64,21 @@ class Member:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(limits.MESSAGE), 0))
         self.socket, self.frames = ours, Frames(ours)
 
-    def arrive(self, door: "Door", rank: int, end: float) -> None:
+    def arrive(self, door: "Door", rank: int, end: float, is_first: bool = False) -> None:
         """Until it has come in. RuntimeError where it ends instead, TimeoutError where it is late."""
-        while (ours := door.take(rank)) is None:
+        self.reach(self._come(door, rank, "told", end))
+        if is_first:
+            self.line = Line(self._come(door, rank, "weights", end))
+
+    def _come(self, door: "Door", rank: int, what: "Purpose", end: float) -> socket.socket:
+        while (ours := door.take(rank, what)) is None:
             if self.process.poll() is not None:
                 raise RuntimeError(f"{self.name} has ended before it was there ({self.how()})")
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.name} has not come to {door.address[0]}, port {door.address[1]}, in time")
             self._meanwhile()
             time.sleep(LOOK)
-        self.reach(ours)
+        return ours
 
     def send(self, frame: bytes) -> None:
         """TimeoutError where it does not take it: it stands still."""
@@ -102,6 +110,8 @@ class Member:
         if self.socket is not None:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
+        if self.line is not None:
+            self.line.close()
 
     def ended(self, seconds: float) -> bool:
         """Whether it is gone, after so many seconds at most."""
@@ -120,3 +130,5 @@ class Member:
             self.ended(limits.END)  # else it is in the midst of a call of its device's driver
         if self.socket is not None:
             self.socket.close()
+        if self.line is not None:
+            self.line.close()

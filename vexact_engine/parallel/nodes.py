@@ -32,12 +32,14 @@ class Start(msgspec.Struct):
 
     address, secret   of the engine's Door
     rank              which process it is
+    is_first          of those on its node: weights that a sender of that node brings come to it
     parent            whose end is its own
     """
 
     address: tuple[str, int]
     secret: bytes
     rank: int
+    is_first: bool = False
     parent: int = 0
 
 
@@ -123,6 +125,7 @@ class Nodes:
     """Those of one engine: processes / nodes of its stages and ranks on each, in their order.
 
     address   of this process's machine, at which it listens for them
+    names     of each Ray's id, and what people call it
     """
 
     def __init__(self, actors: "Sequence[ActorHandle]", each: int, group: Any = None):
@@ -136,7 +139,7 @@ class Nodes:
         except Exception as error:
             self.close()
             raise RuntimeError(f"EngineConfig: nodes: one is gone: {error}") from error
-        self._where = [f"{address} (node {name[:8]})" for address, name in found]
+        self.names = [(name, f"{address} (node {name[:8]})") for address, name in found]
         self._near = [name == own for _, name in found]
 
     @classmethod
@@ -191,7 +194,7 @@ class Nodes:
         return self._near[rank // self._each]
 
     def name(self, rank: int) -> str:
-        return self._where[rank // self._each]
+        return self.names[rank // self._each][1]
 
     def first(self, rank: int) -> int:
         """Of those on its machine."""

@@ -16,24 +16,21 @@ meanwhile, and an engine that is closed ends it.
 import contextlib
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import wait
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import vexact_ops as vx
-from vexact_ops.patch.description import State
 
 from ..config import EngineConfig
 from ..core.plan import Sampled, StepPlan
 from ..core.step import Encoder, Step
-from ..errors import EngineAsleep, StageDied, WeightsTorn
+from ..errors import EngineAsleep, HandoverFailed, StageDied, WeightsTorn
 from ..handover.buffers import HOST, Buckets, Memories
-from ..handover.messages import Bucket, Offer, dtype_of
+from ..handover.messages import Bucket, Offer
 from ..handover.packing import bucket_bytes, packed
 from ..handover.session import READ, Reading
 from ..media.images import scene_of
@@ -45,72 +42,19 @@ from ..weights.cut import cut as cut_weights
 from ..weights.cut import shapes
 from ..weights.draft import Draft
 from ..weights.load import Loaded
-from ..weights.update import Piece, Places, Spec, Update, plan_update
+from ..weights.update import Piece, Places, plan_update
 from . import limits
 from . import messages as m
+from .balance import split
+from .line import Line
 from .member import LOOK, Member
 from .placement import Placement
 from .scenes import Scenes, places_alone
+from .update import Staging, TakenOn, UpdateOfStages
 
 log = logging.getLogger(__name__)
 
 _BUCKET = 256 << 20  # bytes of new weights that go to the stages at once
-_CONTEXT = 1024  # tokens of a sequence that stages are balanced for
-
-
-def cut(costs: Sequence[int], head: int, stages: int) -> tuple[range, ...]:
-    """Layers in consecutive ranges, such that the most that a stage costs is least; of equal ones, the first.
-
-    costs   of each layer; `head` is the last stage's on top
-    raises  ValueError for more stages than layers
-    """
-    if stages > len(costs):
-        raise ValueError(
-            f"EngineConfig: pipeline_parallel_size: got {stages}, expected at most {len(costs)}, one a layer"
-        )
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[i]: the first i layers in so many stages: the most that one costs, and where the last of them begins
-    best: list[tuple[int, tuple[int, ...]]] = [(sums[i], (0,)) if i else (0, ()) for i in range(len(sums))]
-    for count in range(2, stages + 1):
-        last = head if count == stages else 0
-        best = [
-            min(
-                (max(best[j][0], sums[i] - sums[j] + last), (*best[j][1], j))
-                for j in range(count - 1, i)
-            )
-            if i >= count
-            else (sums[-1] + head, ())
-            for i in range(len(sums))
-        ]  # fmt: skip
-    begins = (*best[-1][1], len(costs))
-    return tuple(range(a, b) for a, b in itertools.pairwise(begins))
-
-
-def split(model: torch.nn.Module, config: EngineConfig) -> tuple[range, ...]:
-    """The layers of each stage, by what a plan of decodes reads there, which is the time that it takes: weights, and
-    keys of a context that is usual. The embedding is looked up, a row a token: it takes memory and no time."""
-    stages, context = config.pipeline_parallel_size, min(_CONTEXT, config.max_model_len or _CONTEXT)
-    with vx.patch.hf(model, **config.patch_options, training=False) as handle:
-        described = handle.describe()
-        tensors = dict(model.named_parameters(remove_duplicate=False))
-        tensors |= dict(model.named_buffers(remove_duplicate=False))
-
-        def size(names: Iterable[str]) -> int:
-            return sum(tensors[name].nbytes for name in names)
-
-        every = range(len(described.layers))
-        shared = set.intersection(*(described.names(range(i, i + 1)) for i in every)) if len(every) > 1 else set()
-        head = {described.head.weight, described.norm.weight} if described.head else {described.norm.weight}
-        beside = shared | head | {described.embedding.weight}
-        rows, dtype = -(-config.max_num_seqs // stages), next(model.parameters()).dtype
-        costs = []
-        for i, layer in zip(every, described.layers):
-            kept, tokens = layer.memory, min(context, layer.memory.window or context)
-            keys = kept.bytes_per_slot(dtype) if isinstance(kept, State) else tokens * kept.bytes_per_token(dtype)
-            costs.append(size(described.names(range(i, i + 1)) - beside) + rows * keys)
-        return cut(costs, size(head), stages)
 
 
 class _Pending:
@@ -399,16 +343,18 @@ class PipelineWorker:
 
     takes_aside = False
 
-    def begin(self, specs: Mapping | None, staging: "_Staging | None" = None) -> "_UpdateOfStages":
+    def begin(self, specs: Mapping | None, staging: Staging | None = None) -> UpdateOfStages:
         if staging is None:
             self._check_awake()
         if self.dead:
             self._restart()
-        return _UpdateOfStages(self, specs, staging)
+        return UpdateOfStages(self, specs, staging)
 
-    def make_copy(self, device: torch.device | str | None) -> "_Staging":
+    def make_copy(self, device: torch.device | str | None) -> Staging:
         """A second copy of the weights' memory in each stage, of its own layers."""
-        made = _Staging(None if device is None else str(device))
+        if self.dead:
+            self._restart()
+        made = Staging(None if device is None else str(device))
         self.ask("copy", device=made.device)
         return made
 
@@ -427,12 +373,12 @@ class PipelineWorker:
             own = Offer(kind, name, size, handles, gpu)
             self._ask(lambda key, own=own: m.Open(key, own), among=stages)
 
-    def take(self, update: "_UpdateOfStages", bucket, staged: bool) -> Reading:
+    def take(self, update: UpdateOfStages, bucket, staged: bool) -> Reading:
         """Each stage takes what it holds of a bucket in that memory."""
         update.take(bucket)
         return READ
 
-    def commit(self, update: "_UpdateOfStages", tear: Callable[[], None]) -> None:
+    def commit(self, update: UpdateOfStages, tear: Callable[[], None]) -> None:
         self._check_awake()
         tear()
         self.touched()
@@ -445,6 +391,59 @@ class PipelineWorker:
         if self._here is not None:
             self._here.close()
 
+    # Weights that a sender on each node brings: see coordinator.py
+
+    def lines(self) -> list[tuple[str, str, Line]]:
+        """Of each node Ray's id, what people call it, and the line to the first of its stages. Those that have died are
+        made anew."""
+        if any(stage.line is not None and stage.line.gone for stage in self._stages):
+            self.why_dead("a stage has hung up")
+        self.changed()
+        if self.dead:
+            self._restart()
+        nodes = zip(self._placement.nodes, self._placement.by_node(self._stages))
+        return [(name, where, stages[0].line) for (name, where), stages in nodes]
+
+    def why_dead(self, otherwise: str, seconds: float = limits.WHY) -> str:
+        """Something of a stage has ended, or does not answer: so all of them end. Why, as far as it is known soon."""
+        end = time.monotonic() + seconds
+        while not self.dead and (left := end - time.monotonic()) > 0:
+            self.listen(left)
+        if not self.dead:
+            self._bury(otherwise)
+        return self.dead
+
+    def open_on(self, node: int, offer: Offer) -> None:
+        self._ask(lambda key: m.Open(key, offer), among=self._on(node))
+
+    def let_go_on(self, node: int) -> None:
+        if not self.dead:
+            self._ask(lambda key: m.Do(key, "let_go", {}), among=self._on(node))
+
+    def take_each(self, update: UpdateOfStages, taken: Sequence[TakenOn]) -> None:
+        """`take` of buckets in memory of several nodes, of each by that node's stages: by all of them at once. What is
+        wrong with one is its `failure`."""
+        asked = []
+        for each in taken:
+            try:
+                update.note_bucket(each.bucket, each.node)
+            except (ValueError, TypeError, HandoverFailed) as error:
+                each.failure = error
+                continue
+            stages = self._on(each.node)
+            asked.append((each, self._asked(lambda key, each=each: m.Take(key, each.bucket), stages), stages))
+        end = time.monotonic() + limits.ANSWER
+        for each, key, stages in asked:
+            for answer in self._answers(key, end, stages):
+                if answer.failure is not None:
+                    each.failure = m.exception(answer.failure)
+            each.done = True
+
+    def _on(self, node: int) -> Sequence[Member]:
+        if self.dead:
+            raise StageDied(self.dead)
+        return self._placement.by_node(self._stages)[node]
+
     def ask(self, what: str, **arguments) -> list:
         """What each stage answers to one of its `do_` methods; what the first that refuses raises."""
         return self._ask(lambda key: m.Do(key, what, arguments), limits.of(what, arguments))
@@ -452,17 +451,25 @@ class PipelineWorker:
     def _ask(
         self, make: Callable[[int], m.ToStage], seconds: float | None = None, among: Sequence[Member] | None = None
     ) -> list:
-        key, end = next(self._keys), time.monotonic() + (limits.ANSWER if seconds is None else seconds)
+        end = time.monotonic() + (limits.ANSWER if seconds is None else seconds)
+        answers = self._answers(self._asked(make, among), end, among)
+        for answer in answers:
+            if answer.failure is not None:
+                raise m.exception(answer.failure)
+        return [answer.value for answer in answers]
+
+    def _asked(self, make: Callable[[int], m.ToStage], among: Sequence[Member] | None) -> int:
+        key = next(self._keys)
         self._send(make(key), among)
+        return key
+
+    def _answers(self, key: int, end: float, among: Sequence[Member] | None) -> list[m.Answer]:
         answers = []
         for stage in self._stages if among is None else among:
             what = f"an answer of {stage.name}"
             self.listen_until(lambda stage=stage: key in stage.answers, end, what)
             answers.append(stage.answers.pop(key))
-        for answer in answers:
-            if answer.failure is not None:
-                raise m.exception(answer.failure)
-        return [answer.value for answer in answers]
+        return answers
 
     def take_bucket(self, bucket: Bucket) -> None:
         apart = [stages[0] for stages in self._placement.apart(self._stages)]
@@ -555,42 +562,3 @@ class PipelineWorker:
         for memory in (self._buffers, self._here):
             if memory is not None:
                 memory.close()
-
-
-class _Staging(NamedTuple):
-    """A second copy of the weights' memory, in the stages: where it lies, None for their own devices."""
-
-    device: str | None
-
-
-class _UpdateOfStages(Update):
-    """All is checked here, against a model without weights, and written there."""
-
-    def __init__(self, worker: PipelineWorker, specs: Mapping | None, staging: _Staging | None):
-        super().__init__(worker.places, specs)
-        self._worker, self._staged = worker, staging is not None
-        if staging is not None:
-            worker.ask("copy", device=staging.device)  # some may have been made anew
-        worker.ask("begin", staged=self._staged)
-
-    def take(self, bucket) -> None:
-        for part in bucket.parts:
-            dtype = dtype_of(part.dtype)
-            whole = part.start == 0 and part.count == math.prod(part.shape)
-            self.note(part.name, Spec(part.shape, dtype) if whole else Piece(part.start, Spec((part.count,), dtype)))
-        if not self._staged:
-            self._worker.touched()
-        self._worker.take_bucket(bucket)
-
-    def write(self, bucket: Iterable[tuple[str, Tensor | Piece]], foreign: bool = False) -> None:
-        bucket = [pair for pair in bucket if not pair[0].startswith(self.places.passed)]
-        for given, value in bucket:
-            self.note(given, value)  # of tied ones, each stage that has them compares the second
-        if not self._staged:
-            self._worker.touched()
-        self._worker.write(bucket)
-
-    def finish(self) -> None:
-        super().finish()
-        if not self._staged:
-            self._worker.whole()

@@ -59,16 +59,18 @@ class Placement:
                 into.append(Member.here(self._name(rank), variables, self._meanwhile))
             return
         nodes = self._placed()
-        door = self._door = Door(nodes.address, self._config.processes, Board().serve)
+        every = range(self._config.processes)
+        firsts = {rank for rank in every if nodes.first(rank) == rank}
+        door = self._door = Door(nodes.address, len(every), Board().serve, firsts)
         key, kind = secrets.token_hex(8), self._device.type
-        for rank in range(self._config.processes):
-            start = Start(door.address, door.secret, rank)
+        for rank in every:
+            start = Start(door.address, door.secret, rank, rank in firsts)
             process = nodes.run(start, f"{key}-{rank}", self._config.sleep_backend, kind)
             name = f"{self._name(rank)} on {nodes.name(rank)}"
             into.append(Member(name, process, self._meanwhile, nodes.near(rank)))
         end = time.monotonic() + limits.START
         for rank, member in enumerate(into):
-            member.arrive(door, rank, end)
+            member.arrive(door, rank, end, rank in firsts)
 
     def _placed(self) -> Nodes:
         if self._nodes is not None and not self._nodes.whole:
@@ -91,13 +93,21 @@ class Placement:
         first = self._device.index or 0 if self._nodes is None else -self._nodes.first(rank)
         return f"cuda:{first + rank}"
 
-    def apart(self, members: Sequence[Member]) -> list[list[Member]]:
-        """Those that do not see this process's memory, by their machines."""
-        if self._nodes is None or not members:  # they are dead
+    def by_node(self, members: Sequence[Member]) -> list[list[Member]]:
+        """Of several machines; [] where there is one, or they are dead."""
+        if self._nodes is None or not members:
             return []
         each = len(members) // self._config.nodes
-        groups = [list(members[first : first + each]) for first in range(0, len(members), each)]
-        return [group for group in groups if not group[0].near]
+        return [list(members[first : first + each]) for first in range(0, len(members), each)]
+
+    def apart(self, members: Sequence[Member]) -> list[list[Member]]:
+        """Those that do not see this process's memory, by their machines."""
+        return [group for group in self.by_node(members) if not group[0].near]
+
+    @property
+    def nodes(self) -> list[tuple[str, str]]:
+        """Of each machine, where there are several, Ray's id and what people call it."""
+        return [] if self._nodes is None else self._nodes.names
 
     def end(self) -> None:
         """The processes have ended: nothing more is kept for them."""

@@ -39,10 +39,12 @@ from ..weights.rows import Rows
 from ..weights.update import Places, Update
 from . import messages as m
 from .frames import Frames, write_frame
+from .line import Line
 from .nodes import Start
+from .participant import Participant
 from .scenes import scene_from
 from .store import BoardStore
-from .wire import Caller, call
+from .wire import Caller, Purpose, call
 
 _LOOK = 1.0  # seconds between two looks at who the parent is
 
@@ -50,10 +52,13 @@ _LOOK = 1.0  # seconds between two looks at who the parent is
 class Stage:
     """All that the process has. `serve` is its main thread; one reads what comes, and one reports what was drawn."""
 
-    def __init__(self, ours: socket.socket, store: dist.Store | None = None):
+    def __init__(self, ours: socket.socket, store: dist.Store | None = None, line: Line | None = None):
         self._socket, self._frames, self._lock, self._store = ours, Frames(ours), threading.Lock(), store
         self._inbox: SimpleQueue[m.ToStage] = SimpleQueue()
         self._pending: SimpleQueue = SimpleQueue()
+        self._participant: Participant | None = None
+        if line is not None:
+            self._participant = Participant(line)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -77,6 +82,8 @@ class Stage:
             garbage.freeze()
             while not isinstance(message := self._inbox.get(), m.Close):
                 self._handle(message)
+        if self._participant is not None:
+            self._participant.close()
 
     def _handle(self, message: m.ToStage) -> None:
         if isinstance(message, m.Step):
@@ -284,5 +291,10 @@ def _called() -> Stage:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    ours, asks = (call(start.address, start.secret, Caller(start.rank, asks)) for asks in (False, True))
-    return Stage(ours, BoardStore(Connection(asks.detach())))
+
+    def come(what: Purpose) -> socket.socket:
+        return call(start.address, start.secret, Caller(start.rank, what))
+
+    ours, asks = come("told"), come("ask")
+    line = Line(come("weights")) if start.is_first else None
+    return Stage(ours, BoardStore(Connection(asks.detach())), line)

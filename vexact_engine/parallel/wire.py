@@ -14,11 +14,12 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fcntl import ioctl
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -30,11 +31,15 @@ _AT_ONCE = 64  # who may be at the door; others wait
 _SIOCGIFADDR = 0x8915
 
 
+Purpose: TypeAlias = Literal["told", "ask", "weights"]
+
+
 class Caller(msgspec.Struct, forbid_unknown_fields=True):
-    """Who comes in: which process, and whether to be told what to do, or to ask (store.Board)."""
+    """Who comes in: which process, and what for: to be "told" what to do; to have something to "ask" (store.Board); or
+    for its node's "weights" (line.Line)."""
 
     rank: int
-    asks: bool
+    what: Purpose
 
 
 _callers = msgspec.msgpack.Decoder(Caller)
@@ -43,14 +48,16 @@ _callers = msgspec.msgpack.Decoder(Caller)
 class Door:
     """Lets in so many processes, twice each, and shuts behind the last of them.
 
-    serve    has the second connection of each, in a thread of its own, until that ends
+    serve    has the connection of each by which it asks, in a thread of its own, until that ends
+    firsts   of those, who comes a third time, for its node's weights
     raises   OSError where `host` is no address of this machine
     """
 
-    def __init__(self, host: str, count: int, serve: Callable[[Connection], None]):
+    def __init__(self, host: str, count: int, serve: Callable[[Connection], None], firsts: Iterable[int] = ()):
         self.secret, self._serve = secrets.token_bytes(32), serve
-        self._expected = {(rank, asks) for rank in range(count) for asks in (False, True)}
-        self._arrived: dict[int, socket.socket] = {}
+        self._expected: set[tuple[int, Purpose]] = {(rank, "told") for rank in range(count)}
+        self._expected |= {(rank, "ask") for rank in range(count)} | {(rank, "weights") for rank in firsts}
+        self._arrived: dict[tuple[int, Purpose], socket.socket] = {}
         self._asking: list[socket.socket] = []
         self._lock, self._slots = threading.Lock(), threading.Semaphore(_AT_ONCE)
         six = ipaddress.ip_address(host).version == 6
@@ -58,10 +65,10 @@ class Door:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         threading.Thread(target=self._accept, name="vexact-door", daemon=True).start()
 
-    def take(self, rank: int) -> socket.socket | None:
-        """What a process is told through, once that is there."""
+    def take(self, rank: int, what: Purpose = "told") -> socket.socket | None:
+        """What a process has come in by for that, once it is there."""
         with self._lock:
-            return self._arrived.pop(rank, None)
+            return self._arrived.pop((rank, what), None)
 
     def close(self) -> None:
         """Nobody comes in any more, and nobody who asks is answered."""
@@ -87,13 +94,13 @@ class Door:
                 answer_challenge(connection, self.secret)
                 caller = _callers.decode(connection.recv_bytes(256))
             with self._lock:
-                if (caller.rank, caller.asks) not in self._expected:
+                if (caller.rank, caller.what) not in self._expected:
                     raise AuthenticationError(f"process {caller.rank} is not expected")
-                self._expected.remove((caller.rank, caller.asks))
-                if caller.asks:
+                self._expected.remove((caller.rank, caller.what))
+                if caller.what == "ask":
                     self._asking.append(came)
                 else:
-                    self._arrived[caller.rank] = came
+                    self._arrived[caller.rank, caller.what] = came
                 if not self._expected:
                     _end(self._socket)
         except (OSError, EOFError, AuthenticationError, msgspec.MsgspecError) as error:
@@ -102,7 +109,7 @@ class Door:
             return
         finally:
             self._slots.release()
-        if caller.asks:
+        if caller.what == "ask":
             self._serve(Connection(os.dup(came.fileno())))
 
 

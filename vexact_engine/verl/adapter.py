@@ -22,7 +22,8 @@ class ServerAdapter(BaseRollout):
     """Tells the server of its replica what verl tells each rank, and sends it the weights.
 
     replica_rank     the replica's; -1: by the rank in the trainer's world
-    is_leader_rank   whether this rank talks to the server; the others take part in what is collective
+    is_leader_rank   whether this rank tells the server what to do. The first rank on each of a replica's nodes sends
+                     weights there; the others take part in what is collective
     raises           ValueError, TypeError, naming an option of the rollout that it does not have
     """
 
@@ -33,6 +34,8 @@ class ServerAdapter(BaseRollout):
         size = self.config.pipeline_model_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % size == 0
+        each = min(self.config.n_gpus_per_node, size)  # ranks on a node
+        self._node, self._sends = rank % size // each, rank % each == 0
         self._sender: WeightSender | None = None
 
     async def resume(self, tags: list[str]) -> None:
@@ -47,11 +50,13 @@ class ServerAdapter(BaseRollout):
     async def update_weights(
         self, weights, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs
     ) -> None:
-        """All weights, to the server. Every rank takes every item, whatever fails: each is a collective.
+        """All weights, to the replica's part on this node. Every rank takes every item, whatever fails: each is a
+        collective.
 
         weights   an iterator, asynchronous or not, of (Hugging Face name, whole tensor). An aligned trainer's say what
                   they are of (handed.About); verl's own actor's do not, and are taken for what the options say
-        raises    HandoverFailed, PeerLost, with what the engine has now; ValueError where the trainer computes in
+        raises    HandoverFailed, PeerLost, with what the engine has now: the same on all of a replica's nodes, of which
+                  the one is named that it failed on; ValueError where the trainer computes in
                   another dtype than rollout.dtype; NotImplementedError, before any item
         """
         if wire_format != "named_tensors":
@@ -67,14 +72,15 @@ class ServerAdapter(BaseRollout):
             about = await weights.begin() if hasattr(weights, "begin") else getattr(weights, "about", None)
             if about is not None:
                 about.refuse(as_dtype(self.config.dtype, get_device_name()))
-            if self.is_leader_rank:
+            if self._sends:
                 server = self._server()
-                sender = self._sender_to(await server.get_weights_address.remote(), about)
-                received = server.receive_weights.remote()
+                sender = self._sender_to(await server.get_weights_address.remote(self._node), about)
+                received = server.receive_weights.remote() if self.is_leader_rank else None
                 await sender.asend(items)
-                await received
-                if global_steps is not None:
-                    await server.set_global_steps.remote(global_steps)
+                if received is not None:
+                    await received
+                    if global_steps is not None:
+                        await server.set_global_steps.remote(global_steps)
             said(weights, global_steps)
         finally:
             async for _ in items:

@@ -29,6 +29,7 @@ from ..engine import Engine
 from ..errors import WeightsMissing
 from ..handover.receiver import WeightReceiver
 from ..media.images import is_of_pil
+from ..parallel.coordinator import NodeReceivers
 from ..request import Completion
 from ..serve.server import Server as HTTP
 from ..serve.settings import Settings
@@ -167,7 +168,9 @@ class Server:
     async def launch_server(self) -> None:
         """Makes the engine. Raises what that raises."""
         self.engine, how = await asyncio.to_thread(self._make), self.handover
-        self._receiver = WeightReceiver(self.engine, mode=how["handover"], timeout=how["timeout"])
+        make = WeightReceiver if self.nodes is None else NodeReceivers
+        options = {"mode": how["handover"], "timeout": how["timeout"]}
+        self._receiver = await asyncio.to_thread(make, self.engine, **options)
         await asyncio.to_thread(self.http.start, self.engine)
         garbage.freeze(alone=ray.is_initialized())  # as in an actor
 
@@ -373,12 +376,15 @@ class Server:
         if self.rollout_mode != RolloutMode.COLOCATED:
             await asyncio.to_thread(self.engine.wake_up, ["kv_cache"])
 
-    def get_weights_address(self) -> str:
-        return self._receiver.address
+    async def get_weights_address(self, node: int = 0) -> str:
+        """Where the replica's part on that of its nodes takes them. To be asked before each update."""
+        if self.nodes is None:
+            return self._receiver.address
+        return await asyncio.to_thread(lambda: list(self._receiver.addresses.values())[node])
 
     async def receive_weights(self) -> int:
-        """Takes one whole set and returns the engine's new weight_version. A call while another waits for a sender
-        joins it: whoever made that may be dead."""
+        """Takes one whole set, on each node, and returns the engine's new weight_version. A call while another waits
+        for a sender joins it: whoever made that may be dead."""
         if self._receiving is None or self._receiving.done():
             self._receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, self.handover["timeout"]))
         return await asyncio.shield(self._receiving)
