@@ -18,7 +18,6 @@ from vexact_engine.serve import app as app_module
 
 TEXT, CHAT, JSON = "/v1/completions", "/v1/chat/completions", {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
-CALLS = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +145,7 @@ BAD_CHAT = [
     ({"messages": USER, "logprobs": 1}, "logprobs", "boolean"),
     ({"messages": USER, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
     ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
-    ({"messages": USER, "chat_template_kwargs": {"thinks": True}}, "chat_template_kwargs", "has no word of it"),
     ({"messages": USER, "tools": [{"type": "function"}]}, "tools", "has no word of it"),
-    ({"messages": [*USER, {"role": "assistant", "tool_calls": CALLS}, *USER]}, "messages", "calls: the model's chat"),
     ({"messages": USER, "continue_final_message": True}, "continue_final_message", "assistant"),
     ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "expected at most 199"),
 ]

@@ -85,7 +85,7 @@ def test_masters_in_fp32_say_what_fsdp2_computes_in(name, order):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_model_that_is_cast_later_says_what_it_computes_in(name):
-    """float() changes no module, no number and no buffer: what a description had been made of is not looked at again."""
+    """float() changes no module, no number and no buffer, so that nothing said that a description is old."""
     with vx.patch.hf(tiny(name, DTYPE).float()) as handle:
         expected = handle.numerics()["model"]
     with vx.patch.hf(model := tiny(name, DTYPE)) as handle:
