@@ -2,6 +2,7 @@
 
 import codecs
 import copy
+import json
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -15,6 +16,7 @@ _EXPECTED = 'expected {"role": ..., "content": ...} in a list, or several such l
 # Options of apply_chat_template that are no template's: it has no effect, or another one, where no ids are asked of it.
 _OF_TOKENIZER = {"conversation", "max_length", "padding", "return_dict", "return_tensors", "tokenize", "truncation"}
 _OF_TOKENIZER |= {"return_assistant_tokens_mask", "tokenizer_kwargs"}
+_OF_RENDERING = {"add_generation_prompt", "continue_final_message", "chat_template"}
 _UNSETTLED = 8  # tokens: bytes of a character that is still incomplete are among fewer
 
 
@@ -137,8 +139,8 @@ def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
 
     template  what it takes beside messages; add_generation_prompt and continue_final_message as of
               apply_chat_template, of which one is there: the first, unless the other is asked for
-    raises    ValueError where there is no template, no message, or where the template refuses them; TypeError on an
-              option of the tokenizer's, which would be no template's
+    raises    ValueError where there is no template, no message, where the template refuses them, or has no word of
+              what else is given; TypeError on an option of the tokenizer's, which would be no template's
     """
     if taken := sorted(_OF_TOKENIZER & template.keys()):
         raise TypeError(f"chat: {taken[0]}: it is set here: all of the template's text becomes token ids")
@@ -146,6 +148,10 @@ def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         what = "no tokenizer" if tokenizer is None else "no chat template"
         raise ValueError(f"chat: the model has {what}: generate continues a text")
+    source = json.dumps([tokenizer.chat_template, template.get("chat_template")])
+    for name in template.keys() - _OF_RENDERING:
+        if is_unread(name, template[name], source):
+            raise ValueError(f"chat: {name}: the model's chat template has no word of it")
     messages = list(_several(messages))
     for message in messages:
         if not isinstance(message, Mapping):
@@ -158,6 +164,11 @@ def chat_ids(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
         raise ValueError(f"chat: messages: the model's template refuses them: {error}") from None
     _check_unicode("chat: messages", text)
     return list(tokenizer(text, truncation=False, padding=False, add_special_tokens=False)["input_ids"])
+
+
+def is_unread(name: str, value: Any, source: str) -> bool:
+    """Whether something is asked of a template that has no word of it, and would leave it out in silence."""
+    return value not in (None, False, [], {}) and name not in source
 
 
 def _check_unicode(what: str, text: str) -> None:

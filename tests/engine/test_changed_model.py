@@ -106,6 +106,56 @@ def test_a_hook_that_others_hang_on_all_modules_takes_part(before, old):
         assert ask(engine) == old and engine.path == "fused"
 
 
+def test_a_forward_that_others_set_on_a_module_takes_part(old):
+    model = build("Llama")
+    layer = model.model.layers[0]
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert ask(engine) == old
+        own = layer.forward
+        layer.forward = lambda *args, **options: own(*args, **options) * 2
+        with layer.register_forward_hook(lambda module, args, out: None):
+            expected = ask(engine)
+        assert ask(engine) == expected != old and engine.path.startswith("patched: its bits are not those")
+        layer.forward = own
+        assert ask(engine) == old and engine.path == "fused"
+
+
+def adapted():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    model = peft.get_peft_model(build("Llama"), config, autocast_adapter_dtype=False)
+    model.add_adapter("other", config, autocast_adapter_dtype=False)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=g) * 0.3)
+    return model.eval()
+
+
+SWITCHES = {
+    "another": lambda model: model.set_adapter("other"),
+    "none": lambda model: model.base_model.disable_adapter_layers(),
+    "both": lambda model: model.base_model.set_adapter(["default", "other"]),
+    "scaled": lambda model: [m.set_scale("default", 3.0) for m in model.modules() if hasattr(m, "set_scale")],
+}
+
+
+def test_adapters_that_others_switch_are_the_ones_that_count():
+    """No tensor changes: what was computed with the others would be found in the prefix cache."""
+    expected = {}
+    for name, switch in SWITCHES.items():
+        switch(model := adapted())
+        with Engine.from_pretrained(model.get_base_model(), config=CONFIG) as engine:
+            expected[name] = ask(engine)
+    for name, switch in SWITCHES.items():
+        model = adapted()
+        with Engine.from_pretrained(model.get_base_model(), config=CONFIG) as engine:
+            first = ask(engine)
+            switch(model)
+            assert ask(engine) == expected[name] != first, name
+
+
 def offset():
     return torch.randn(48, generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16()
 

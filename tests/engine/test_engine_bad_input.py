@@ -59,6 +59,14 @@ def test_options_of_the_tokenizer_are_none_of_a_template(engine, name):
         engine.chat([{"role": "user", "content": "hi"}], **{name: 2})
 
 
+@pytest.mark.parametrize("option", [{"tools": [{"type": "function"}]}, {"enable_thinkin": True}], ids=str)
+def test_what_a_template_has_no_word_of_is_not_left_out(engine, option):
+    with pytest.raises(ValueError, match=f"chat: {next(iter(option))}: the model's chat template has no word of it"):
+        engine.chat([{"role": "user", "content": "hi"}], **option)
+    (answer,) = engine.chat([{"role": "user", "content": "hi"}], PARAMS, enable_thinking=False, tools=None)
+    assert answer.finish_reason == "length"
+
+
 def test_half_a_character_is_no_text(engine):
     bad, good = engine.generate(["a\ud83d", "hello"], PARAMS)
     assert (

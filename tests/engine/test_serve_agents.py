@@ -3,6 +3,7 @@ token ids that were drawn and come back."""
 
 import functools
 import json
+import re
 
 import pytest
 import serving
@@ -11,6 +12,7 @@ from engine_models import build, byte_tokenizer, check_idle
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.serve.errors import APIError
 from vexact_engine.serve.tokens import Chat, Tokens
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -251,3 +253,20 @@ def test_tokenize_and_detokenize(http):
         answer = http.post(path, json=body)
         assert answer.status_code == 400 and answer.json()["error"]["message"], (path, body)
     assert http.post("/tokenize", json={"prompt": "a", "model": "gpt-4"}).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["tools", "thinks", "messages[1].tool_calls"])
+def test_what_a_template_has_no_word_of_is_refused(name):
+    """It would be left out in silence: serving.TEMPLATE has nothing but roles and contents."""
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = Chat([*USER, {"role": "assistant", "content": "yes"}, *USER])
+    if name == "tools":
+        asked.tools = [TOOL]
+    elif name == "thinks":
+        asked.options = {"thinks": True}
+    else:
+        asked.messages[1]["tool_calls"] = [call]
+    with pytest.raises(APIError, match=re.escape(f"{name}: the model's chat template has no word of it")):
+        Tokens(serving.tokenizer()).chat(asked)
+    asked.tools, asked.options, asked.messages[1]["tool_calls"] = [], {"thinks": False}, []
+    assert Tokens(serving.tokenizer()).chat(asked)

@@ -145,6 +145,7 @@ BAD_CHAT = [
     ({"messages": USER, "logprobs": 1}, "logprobs", "boolean"),
     ({"messages": USER, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
     ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools", "has no word of it"),
     ({"messages": USER, "continue_final_message": True}, "continue_final_message", "assistant"),
     ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "expected at most 199"),
 ]

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_a_loaded_model_is_taken_as_it_is():
         load(model, dtype="float8")
 
 
-def write_gguf(path, model, leave_out=()):
+def write_gguf(path, model, leave_out=(), more=lambda writer: None):
     """A small Llama as llama.cpp's converter writes it, in fp32, with a byte-level vocabulary."""
     gguf = pytest.importorskip("gguf")
     config, vocabulary = model.config, {**byte_tokenizer().get_vocab(), "ab": 259, "ac": 260}
@@ -105,6 +106,7 @@ def write_gguf(path, model, leave_out=()):
     writer.add_token_merges(["a b", "a c"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    more(writer)
     names = {
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",
@@ -154,6 +156,43 @@ def test_gguf_with_a_tensor_missing(tmp_path):
     write_gguf(tmp_path / "m.gguf", build("Llama", torch.float32, vocab_size=261, head_dim=12), ["blk.1.ffn_up.weight"])
     with pytest.raises(ValueError, match=r"m.gguf: .* does not fit .*missing keys: model.layers.1.mlp.up_proj.weight"):
         load(tmp_path)
+
+
+def scaled(writer, kind="linear", factor=4.0):
+    writer.add_rope_scaling_type(pytest.importorskip("gguf").RopeScalingType(kind))
+    writer.add_rope_scaling_factor(factor)
+
+
+PASSED_OVER = {
+    "rope_freqs.weight": lambda w: w.add_tensor("rope_freqs.weight", np.full(6, 8.0, np.float32)),
+    "blk.0.attn_q.bias": lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(48, np.float32)),
+    "llama.rope.scaling.type 'linear'": scaled,
+    "llama.rope.scaling.type 'yarn'": lambda w: scaled(w, "yarn"),
+    "llama.attention.sliding_window 4": lambda w: w.add_sliding_window(4),
+    "llama.final_logit_softcapping 30.0": lambda w: w.add_final_logit_softcapping(30.0),
+}
+
+
+@pytest.mark.parametrize("what", PASSED_OVER)
+def test_gguf_of_what_transformers_passes_over(what, tmp_path):
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m.gguf", model, more=PASSED_OVER[what])
+    with pytest.raises(ValueError, match=rf"m.gguf: transformers.* passes over .*{re.escape(what)}"):
+        load(tmp_path, tokenizer=False)
+
+
+def test_gguf_of_numbers_that_change_nothing(tmp_path):
+    def more(writer):
+        writer.add_tensor("rope_freqs.weight", np.ones(6, np.float32))
+        scaled(writer, factor=1.0)
+        writer.add_sliding_window(model.config.max_position_embeddings)
+        writer.add_uint32("llama.rope.dimension_count", 12)
+        writer.add_logit_scale(1.0)
+
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m.gguf", model, more=more)
+    found = load(tmp_path, dtype="float32", tokenizer=False)
+    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
 
 
 def test_gguf_cut_short(tmp_path):

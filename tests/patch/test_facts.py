@@ -83,6 +83,18 @@ def test_masters_in_fp32_say_what_fsdp2_computes_in(name, order):
         assert "model.dtype.linear" in vx.numerics_difference(handle.numerics("cpu"), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_model_that_is_cast_later_says_what_it_computes_in(name):
+    """float() changes no module, no number and no buffer, so that nothing said that a description is old."""
+    with vx.patch.hf(tiny(name, DTYPE).float()) as handle:
+        expected = handle.numerics()["model"]
+    with vx.patch.hf(model := tiny(name, DTYPE)) as handle:
+        assert handle.numerics()["model"] != expected
+        model.float()
+        assert handle.numerics()["model"] == expected
+        assert handle.describe().rotary[0].dtype == torch.float32
+
+
 def test_adapters_are_no_numbers_of_the_model():
     """What an engine gets once they are merged."""
     peft = pytest.importorskip("peft")

@@ -176,3 +176,25 @@ def test_a_hook_on_the_output_layer_is_for_logits():
 def test_an_activation_that_has_a_bound_is_not_the_one_without(family, name):
     """gelu_10 is gelu up to 10: nothing of what is small tells them apart."""
     assert "(ClippedGELUActivation)" in refusal(tiny(family, **{name: "gelu_10"}))
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-6])
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+def test_an_epsilon_that_is_none_is_named(family, eps):
+    model = tiny(family)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = eps
+    with pytest.raises(
+        vx.patch.UnsupportedModule, match=rf"Norm\).*: its variance_epsilon is {eps}, expected a number above 0"
+    ):
+        vx.patch.hf(model)
+
+
+@pytest.mark.parametrize("theta, found", [(0.0, "inf"), (-5.0, "nan")])
+def test_frequencies_that_are_no_numbers_are_named(theta, found):
+    rope = {"rope_type": "default", "rope_theta": theta}
+    with pytest.raises(
+        vx.patch.UnsupportedModule, match=rf"rotary_emb .*: its inv_freq has {found}: rope_theta is {theta}"
+    ):
+        vx.patch.hf(tiny("llama", rope_parameters=rope))

@@ -19,7 +19,7 @@ from typing import Any
 from vexact_ops.patch.description import Images
 
 from ..media.videos import by_frames
-from ..text import Text
+from ..text import Text, is_unread
 from .errors import APIError
 from .protocol import check_neutral
 from .remote import check_url, is_remote
@@ -135,6 +135,9 @@ class Tokens:
             options.setdefault("reasoning_effort", chat.effort)
         elif chat.effort is not None:
             check_neutral("reasoning_effort", chat.effort, ("none",))
+        _check_read("tools", "tools", chat.tools, source)
+        for name, value in chat.options.items():
+            _check_read(name, "chat_template_kwargs", value, source)
         made = [_message(index, message, "developer" in source, chat) for index, message in enumerate(chat.messages)]
         if not made:
             raise APIError(400, "messages: there are none, expected one or more", param="messages")
@@ -142,6 +145,8 @@ class Tokens:
             message = "continue_final_message: expected add_generation_prompt false and an assistant's message last"
             raise APIError(400, message, param="continue_final_message")
         kept = [at for at, message in enumerate(chat.messages) if any(message.get(name) is not None for name in _IDS)]
+        for at in range(kept[-1] + 1 if kept else 0, len(made)):
+            _check_read(f"messages[{at}].tool_calls", "messages", made[at].get("tool_calls"), source)
         drawn, mark = [], f"vexact{secrets.token_hex(16)}"  # what comes after the mark is what is not drawn yet
         for at in kept:
             drawn = _drawn(at, chat.messages[at])
@@ -211,6 +216,12 @@ class Tokens:
 
 def _wrong(where: str, got: Any, expected: str) -> APIError:
     return APIError(400, f"{where}: got {_short(got)}, expected {expected}", param="messages", code="invalid_value")
+
+
+def _check_read(name: str, param: str, value: Any, source: str) -> None:
+    if is_unread(name.rpartition(".")[2], value, source):
+        message = f"{name}: the model's chat template has no word of it, expected none"
+        raise APIError(400, message, param=param, code="unsupported_parameter")
 
 
 def _seen(where: str, part: dict, kind: str, chat: Chat) -> dict:

@@ -1,11 +1,14 @@
-"""Notices that somebody else has written into a model's tensors, put others in their place, or hung hooks on it."""
+"""Notices that somebody else has written into a model's tensors, put others in their place, hung hooks on it, set a
+forward of a module's own, or switched adapters."""
 
 import operator
+from itertools import repeat
 
 import torch
 from torch.nn.modules import module as of_all
 
 _version, _pointer = operator.attrgetter("_version"), torch.Tensor.data_ptr
+_SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"  # of PEFT's layers
 
 
 class Watch:
@@ -37,6 +40,15 @@ class Watch:
         self._counting = [t for t in self._tensors if not t.is_inference()]  # others know no version
         self._pointers = list(map(_pointer, self._tensors))
         self._versions = list(map(_version, self._counting))
+        self._own = list(map(vars, modules))
+        self._forwards = list(map(dict.get, self._own, repeat("forward")))
+        self._adapted = [own for own in self._own if "_active_adapter" in own]
+        self._switched = self._switches()
+
+    def _switches(self) -> list:
+        """Which adapters are active, merged or disabled, and their scalings."""
+        found = [own.get(name) for own in self._adapted for name in _SWITCHES]
+        return [value.copy() if isinstance(value, list | dict) else value for value in found]
 
     def note_written(self) -> None:
         """`note` after values have changed, and nothing else should have."""
@@ -51,8 +63,13 @@ class Watch:
 
     def changed(self) -> str:
         """Nothing where all is as noted, "written" where values have changed, "replaced" where a tensor is another, has
-        come or gone, or other hooks take part in the modules' forwards."""
+        come or gone, other hooks take part in the modules' forwards, a module has another forward, or adapters were
+        switched."""
         if any(self._empty) or list(map(tuple, self._hooked)) != self._hung:
+            return "replaced"
+        if not all(map(operator.is_, map(dict.get, self._own, repeat("forward")), self._forwards)):
+            return "replaced"
+        if self._adapted and self._switches() != self._switched:
             return "replaced"
         # by identity: tensors that are compared are computed with
         others = not all(map(operator.is_, map(dict.get, self._holders, self._names), self._held))

@@ -169,6 +169,13 @@ def _eps_name(module: nn.Module) -> str | None:
 _EPS = 1e-5  # of torch's layer_norm, where a module names none; the trial tells
 
 
+def _eps(module: nn.Module, name: str) -> float:
+    eps = getattr(module, name)
+    if isinstance(eps, int | float) and not 0 < eps < float("inf"):
+        raise NotCovered(f"its {name} is {eps}, expected a number above 0")
+    return eps
+
+
 def layer_norm_forward(module: nn.Module) -> tuple[Callable, str]:
     """The aligned forward of a layer norm, and what it multiplies by and adds."""
     held = {name: p for name, p in module._parameters.items() if p is not None}
@@ -178,7 +185,7 @@ def layer_norm_forward(module: nn.Module) -> tuple[Callable, str]:
     if shape is None:
         raise NotCovered("not a layer norm: it does not say what it normalises")
     n, eps_name = shape[0], _eps_name(module)
-    eps = _EPS if eps_name is None else getattr(module, eps_name)
+    eps = _EPS if eps_name is None else _eps(module, eps_name)
     parameters = {name: random(n, seed=i) for i, name in enumerate(held, 3)}
     x = random(3, n, seed=2) + 1
     x[0] = (x[0] - x[0].mean()) * eps**0.5  # so small that epsilon shows
@@ -208,12 +215,12 @@ def norm_forward(module: nn.Module) -> tuple[Callable, str]:
     eps_name = _eps_name(module)
     if eps_name is None:
         raise NotCovered("not a root-mean-square norm: it has no epsilon")
-    n = module.weight.shape[0]
+    n, eps = module.weight.shape[0], _eps(module, eps_name)
     weight, x = random(n, seed=1), random(3, n, seed=2)
-    x[0] *= getattr(module, eps_name) ** 0.5  # so small that epsilon shows
+    x[0] *= eps**0.5  # so small that epsilon shows
     got = run_stock(twin(module, parameters={"weight": weight}), x)
     for style in STYLES:
-        if agree(got, rmsnorm_ref(x, weight, getattr(module, eps_name), style=style)):
+        if agree(got, rmsnorm_ref(x, weight, eps, style=style)):
             return _norm_forward(eps_name, style), style
     raise NotCovered("not a root-mean-square norm that an aligned op computes")
 

@@ -78,6 +78,13 @@ def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, st
     return forward, "; ".join(dict.fromkeys([layout] * bool(layout) + notes)), found, layout
 
 
+def _thetas(module: nn.Module) -> str:
+    """What its config has for rope_theta."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return ", ".join(str(part["rope_theta"]) for part in each if "rope_theta" in part)
+
+
 def configured_of(module: nn.Module, longrope: str | None) -> dict[str, Tensor]:
     """What a module of its class and configuration is made with, on a CPU; empty where that cannot be made."""
     try:
@@ -154,6 +161,11 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
             key: configured.get(key) if b is None or b.is_meta else b.cpu() for key, b in module._buffers.items()
         }
         buffers |= {key: value.cpu() for key, value in put.items()}
+        if (given := buffers[name]) is not None and not given.isfinite().all():
+            theta = _thetas(module)
+            raise NotCovered(
+                f"its {name} has {given[~given.isfinite()][0].item()}" + (f": rope_theta is {theta}" if theta else "")
+            )
         tried = twin(module)
         tried.__dict__["_buffers"] = buffers
         if has_longrope(module):  # its own forward would put others there

@@ -116,6 +116,7 @@ class Patch:
         self.states = False  # whether layers have a state, which no cache of transformers holds
         self.packed = False  # whether the decoder's layers, VeOmni's, want to be told where sequences begin
         self.description = None  # or why there is none
+        self.described: list[tuple] = []  # the dtypes of the parameters that it was made of
         self.attended: tuple[Pages | State, ...] = ()  # what each layer remembers, by what the audit saw
         self.facts: tuple | None = None  # what facts.py has read, and of which state
         self.tried = {}  # what is known of modules that are alike
@@ -240,8 +241,9 @@ class Patch:
 
     def describe(self) -> Decoder:
         self.check()
-        if self.description is None:
-            head = self.described_head()
+        dtypes = [(name, p.dtype) for name, p in self.model.named_parameters(remove_duplicate=False)]
+        if self.description is None or self.described != dtypes:
+            self.description, self.described, head = None, dtypes, self.described_head()
             try:
                 with _isolated(self.model):
                     found = describe(self.model, self.base, head, self.options["kv_segment"])
