@@ -15,13 +15,14 @@ import argparse
 import contextlib
 import importlib
 import json
+import logging
 import shlex
 import sys
 from collections.abc import Iterator
 
 import torch
 
-from . import harness, options, output, report
+from . import harness, options, output, report, start
 
 
 class Run:
@@ -61,6 +62,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks") -> i
         output.check_report(args)
         return report.main(args)
     output.check(args)
+    if args.log:
+        logging.basicConfig(level=logging.INFO, format=start.LOG)
     run = Run(args)
     try:
         for name in options.ROOMS if args.what == "all" else [args.what]:

@@ -16,7 +16,7 @@ ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py"
 PROGRAMS = {
     "admit": {"shape", "dtype"},
     "commands": {"case"},
-    "engine": {"shape", "dtype", "peers", "peer_path", "model", "layers", "latent"},
+    "engine": {"shape", "dtype", "peers", "peer_path", "model", "layers", "latent", "log"},
     "gather": {"rows"},
     "handover": {"shape", "repeats", "layers"},
     "images": {"repeats", "layers", "new", "seed"},
@@ -24,10 +24,10 @@ PROGRAMS = {
     "memory": {"shape", "dtype", "rows"},
     "repeats": {"shape", "layers"},
     "rollout": {"shape", "repeats", "layers"},
-    "speculation": {"shape", "dtype", "model", "layers", "batch", "prompt", "new", "seed"},
-    "start": {"shape", "layers"},
+    "speculation": {"shape", "dtype", "model", "layers", "batch", "prompt", "new", "seed", "log"},
+    "start": {"shape", "layers", "log"},
     "training": {"shape", "repeats", "layers"},
-    "verify": {"shape", "dtype", "model", "layers", "latent"},
+    "verify": {"shape", "dtype", "model", "layers", "latent", "log"},
 }
 OWN = {
     "engine": engine,
@@ -105,6 +105,7 @@ def parser_of(prog: str, text: str) -> tuple[argparse.ArgumentParser, dict[str, 
     group.add_argument("--model", metavar="DIR", help="a model's own weights (random ones of --shape)")
     group.add_argument("--layers", type=positive, metavar="N", help="the first N layers of a shape alone (all)")
     group.add_argument("--latent", action="store_true", help="latent attention (DeepSeek-V3, Moonlight)")
+    group.add_argument("--log", action="store_true", help="what engines say of themselves, on standard error (nothing)")
     reads = dict(PROGRAMS)
     for name, program in OWN.items():
         before = len(parser._actions)

@@ -3,6 +3,7 @@ what was chosen on such a GPU; where it does not; and again in another process.
 
 python -m benchmarks start --shape qwen3-1.7b,qwen3-8b
 python -m benchmarks start --shape qwen3-1.7b,qwen3-8b --record
+python -m benchmarks start --shape gpt-oss-20b --layers 4 --log
 
 --record writes what was chosen where all was timed (kernels by shapes, sizes of graphs by engines) to
 vexact_ops/_core/chosen/<gpu>.json, beside what is there: data that other machines with this GPU start with. Bits are
@@ -23,16 +24,23 @@ from vexact_ops._core import choices
 from .harness import ROOT, environment
 
 ROWS, TRAINING_ROWS = 512, 8192
+LOG = "%(relativeCreated)7d ms %(name)s: %(message)s"
 
 _CHILD = """
-import json, sys, time
+import json, logging, sys, time
 begin = time.perf_counter()
 import torch
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig
 from vexact_engine.weights.random import config_of, load_random
 from vexact_ops._core import admit, choices
-shape, device, rows, training, layers = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+shape, device, rows, training, layers = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+if log := sys.argv[6]:
+    logging.basicConfig(level=logging.INFO, format=log)
+compiled = []
+if device == "cuda":
+    from triton import knobs
+    knobs.compilation.listener = lambda *, times, cache_hit, **_: cache_hit or compiled.append(times.total / 1e6)
 imported = time.perf_counter() - begin
 spent = []
 admit.watchers.append(lambda decision: spent.append(decision.seconds))
@@ -51,7 +59,8 @@ found = admit.decisions()
 print(json.dumps({
     "import_s": round(imported, 2), "weights_s": round(made, 2), "ours": round(started, 2),
     "decisions": len(found), "kernels": sum(len(one.verdicts) for one in found),
-    "verifying_s": round(sum(spent), 2), "recorded": choices.recorded(),
+    "verifying_s": round(sum(spent), 2), "compiled": len(compiled), "compilers_s": round(sum(compiled), 2),
+    "recorded": choices.recorded(),
 }))
 """
 
@@ -63,7 +72,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Iterator[dict]:
     """Three records per shape: `all timed` and `as shipped`, with caches of verdicts and kernels that are empty, and
-    `warm`. With --record one."""
+    `warm`. With --record one. compilers_s: of Triton's `compiled` kernels, each by itself: many compile at a time."""
     for shape in args.shape.split(","):
         if args.record:
             with _caches() as caches:
@@ -89,7 +98,7 @@ class _caches(tempfile.TemporaryDirectory):
 def _child(args: argparse.Namespace, shape: str, variables: dict, rows: int = 0, training: int = 0) -> dict:
     rows = rows if args.device == "cuda" else 0  # there is nothing to verify for a CPU
     numbers = map(str, (rows, training, args.layers or 0))
-    command = [sys.executable, "-c", _CHILD, shape, args.device, *numbers]
+    command = [sys.executable, "-c", _CHILD, shape, args.device, *numbers, LOG if args.log else ""]
     done = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     return json.loads(done.stdout.splitlines()[-1])
 

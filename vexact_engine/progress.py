@@ -2,6 +2,7 @@
 instead of it, for logs, where a program asks for those."""
 
 import contextlib
+import logging
 import sys
 import threading
 import time
@@ -18,6 +19,27 @@ EVERY = 10.0  # seconds from one plain line of a phase to the next
 
 def quiet(what: str, done: int, total: int, note: str = "") -> None:
     """For whoever wants to see nothing."""
+
+
+def logged(show: Progress, log: logging.Logger) -> Progress:
+    """As `show`, and in a log what begins, and now and then how far it is: a start may take minutes on a machine that
+    knows nothing, where nobody watches."""
+    last, begin, said = "", 0.0, 0.0
+
+    def both(what: str, done: int, total: int, note: str = "") -> None:
+        nonlocal last, begin, said
+        show(what, done, total, note)
+        now = time.monotonic()
+        if what != last:
+            if last:
+                log.info("%s: done in %.1f s", last, now - begin)
+            log.info("%s: begun", what)
+            last, begin, said = what, now, now
+        elif now - said >= EVERY:
+            log.info("%s: %d of %d, %s, for %.0f s now", what, done, total, note or "going on", now - begin)
+            said = now
+
+    return both
 
 
 class _Lines:

@@ -52,6 +52,7 @@ class Graphs:
         self._recorder = None if config.enforce_eager else graphs.recorder(runner.device, region)
         self.eager = "" if self._recorder else "enforce_eager" if config.enforce_eager else "no GPU"
         self._chosen: dict[str, list[int]] = {}  # sizes, once they are known
+        self._kept: list[sizes.Kept] = []
         self._met: set[str] = set()  # kinds whose kernels have been compiled, verified and chosen
         self.verified: dict[int, float] = {}
         self._random = np.random.default_rng(0)
@@ -130,17 +131,10 @@ class Graphs:
     def _record(self, progress: Progress) -> None:
         plain, cut = (functools.partial(Head, plain=kind) for kind in (True, False))
         make = functools.partial(self._ladder, progress)
-        kept, most, pages = None, self._most_rows(), self._runner.buffers.max_pages
-        if self._recorder.lasting:
-            how: tuple[float | str, ...] = _PADDING, _PADDING_OF_CHUNKS, _HIDDEN
-            of = self._runner
-            if of.ranks.size > 1:
-                how = *how, f"{of.ranks.size} ranks by {of.ranks.by.partition(':')[0]}"
-            if of.config.speculation is not None:
-                how = *how, of.config.speculation.max_draft_tokens
-            kept = sizes.Kept(sizes.about(of.model, of.path, of.config, most, pages, how), most, of.device, of.ranks)
-            self._chosen = self._chosen or kept.recall()
-        known = dict(self._chosen)
+        if self._recorder.lasting and not self._kept:
+            self._kept = self._known_sizes()
+            for one in self._kept:
+                self._chosen |= one.recall()
         try:
             with self._recorder.session():
                 self.mixed = make("chunks", self._mixed_body, None)
@@ -158,8 +152,8 @@ class Graphs:
                     self.decode_cut = make("decodes with cuts", self.decode_body, cut, like="decodes")
                     self.heads = make("draws", None, plain)
                     self.heads_cut = make("draws with cuts", None, cut, like="draws")
-            if kept and self._chosen != known:
-                kept.remember(self._chosen)
+            for one in self._kept:
+                one.remember(self._chosen)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -169,6 +163,23 @@ class Graphs:
             self.eager = f"the forward cannot be recorded: {type(error).__name__}: {error}"
             log.warning("CUDA graphs: none: %s", self.eager, exc_info=True)
             self._recorder = None
+
+    def _known_sizes(self) -> list[sizes.Kept]:
+        """What is known of sizes. Steps without drafts have those of an engine that knows none: what one of them has
+        chosen serves the other."""
+        of, most = self._runner, self._most_rows()
+        how: tuple[float | str, ...] = _PADDING, _PADDING_OF_CHUNKS, _HIDDEN
+        if of.ranks.size > 1:
+            how = *how, f"{of.ranks.size} ranks by {of.ranks.by.partition(':')[0]}"
+
+        def kept(drafts: bool, how: tuple[float | str, ...]) -> sizes.Kept:
+            about = sizes.about(of.model, of.path, of.config, most, of.buffers.max_pages, how)
+            own = {name: rows for name, rows in most.items() if name.startswith("drafts") is drafts}
+            return sizes.Kept(about, own, of.device, of.ranks)
+
+        if of.config.speculation is None:
+            return [kept(False, how)]
+        return [kept(False, how), kept(True, (*how, of.config.speculation.max_draft_tokens))]
 
     def _most_rows(self) -> dict[str, int]:
         """The most rows of a graph of each kind."""
@@ -227,6 +238,7 @@ class Graphs:
                 record(size, met or like is not None, met)
                 del held
         else:
+            progress(f"graphs of {name}", 0, 1)
             most = self._most_rows()[name] if head_of else self._most_mixed()
             tolerance = _PADDING if head_of and body_of is not self._verify_body else _PADDING_OF_CHUNKS
             self._chosen[name] = graphs.choose(seconds, most, tolerance) if most else []

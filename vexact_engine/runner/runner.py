@@ -10,6 +10,7 @@ call by call, with the same bits, and so is a step that log-probabilities of a p
 import bisect
 import contextlib
 import logging
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from ..core.plan import MOST_VERIFIED, Sampled
 from ..core.step import Step
 from ..core.windows import least_pages
 from ..media.images import Scene
-from ..progress import Progress, bar
+from ..progress import Progress, bar, logged
 from . import memory, saver, shapes
 from .batch import Batch
 from .buffers import Body, Buffers, Head, Host, Work, send
@@ -202,8 +203,10 @@ class Runner:
         names = ("weights", "buffers", "kv_cache", "graphs") if found else ()
         self.regions = {name: found.region(name) for name in names}
         self.graphs = Graphs(self)
-        with bar(config.show_progress) as progress, vx.must_admit():
+        with bar(config.show_progress) as drawn, vx.must_admit():
+            progress, begin = logged(drawn, log), time.perf_counter()
             try:
+                progress("forward", 0, 1)
                 self.make_forward()
                 self._start(progress)
             except torch.OutOfMemoryError as error:
@@ -212,6 +215,7 @@ class Runner:
                     f"max_num_batched_tokens (now {self.tokens}) or max_num_seqs (now {config.max_num_seqs}), or "
                     f"free memory that others hold on the device. {error}"
                 ) from error
+        log.info("started in %.1f s", time.perf_counter() - begin)
 
     def _start(self, progress: Progress) -> None:
         runners = [self] if self.beside is None else [self.beside, self]

@@ -47,13 +47,15 @@ class Kept:
 
     def __init__(self, about: str, most: Mapping[str, int], device: torch.device, ranks: Ranks):
         self._about, self._most, self._device, self._ranks = about, most, device, ranks
+        self._known: Chosen = {}
 
     def recall(self) -> Chosen:
         """All of them, or none where some are not known, or other ones to another rank: {}."""
         found = vx.recall(_KIND, self._about, self._device)
         sound = isinstance(found, dict) and found.keys() == self._most.keys()
         known = found if sound and all(self._fits(name, sizes) for name, sizes in found.items()) else {}
-        return known if self._same(known) else {}
+        self._known = known if self._same(known) else {}
+        return self._known
 
     def _same(self, known: Chosen) -> bool:
         """On all ranks. What it waits for comes from each of them, whatever it knows."""
@@ -64,7 +66,11 @@ class Kept:
         return bool((self._ranks.gather(own) == own).all())
 
     def remember(self, chosen: Chosen) -> None:
-        vx.remember(_KIND, self._about, self._device, chosen)
+        """Of all that was chosen these kinds, where they are not what was recalled."""
+        own = {name: chosen[name] for name in self._most}
+        if own != self._known:
+            self._known = own
+            vx.remember(_KIND, self._about, self._device, own)
 
     def _fits(self, name: str, sizes: object) -> bool:
         """Whether these can be sizes of that kind: a file may be damaged."""

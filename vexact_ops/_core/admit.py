@@ -16,9 +16,11 @@ import contextvars
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +48,10 @@ __all__ = [
     "must_admit",
     "race_on_gpu",
 ]
+
+
+_LOG = logging.getLogger(__name__)
+_LONG = 1.0  # seconds of one proposal that are worth a line at the level INFO
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,8 @@ def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
     """
     device = gpu.with_index(device)
     _check(proposal)
+    if _compiling():
+        return _canonical(proposal, "nothing runs while kernels are compiled ahead", final=False)
     if os.environ.get("VEXACT_ADMIT") == "0":
         return _canonical(proposal, "VEXACT_ADMIT=0: nothing is verified")
     if not proposal.candidates:
@@ -295,7 +303,11 @@ def _settle(proposal: Proposal, device: torch.device, name: str) -> Decision:
         return _canonical(proposal, why, short=short, seconds=time.perf_counter() - begin)
     if lasting:
         _write(proposal, path, verdicts)
-    return _choose(proposal, verdicts, time.perf_counter() - begin)
+    decision = _choose(proposal, verdicts, time.perf_counter() - begin)
+    level = logging.INFO if decision.seconds >= _LONG else logging.DEBUG
+    told = decision.key, decision.seconds, len(verdicts), decision.chosen.name
+    _LOG.log(level, "%s: verified in %.1f s, of %d kernels chosen: %s", *told)
+    return decision
 
 
 def _choose(proposal: Proposal, verdicts: Sequence[Verdict], seconds: float) -> Decision:
@@ -353,6 +365,7 @@ def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bo
 
     def prepared():
         cases = list(proposal.cases())
+        _compile(proposal, cases, device)
         return cases, [proposal.canonical.run(*case) for case in cases], _sums(cases)
 
     cases, expected, before = prepared()
@@ -393,6 +406,28 @@ def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bo
             else:
                 verdict.us = us
     return verdicts, lasting
+
+
+_compiled: set[tuple] = set()
+
+
+def _compile(proposal: Proposal, cases: Sequence[tuple], device: torch.device) -> None:
+    """What Triton compiles of the canonical kernel, side by side and before anything runs: one by one it is most of a
+    first start's time. It decides nothing: what fails here is met again where it runs. Candidates have nothing that
+    Triton compiles; those of other compilers must not be called with tensors that have no memory.
+
+    Once for proposals that differ in numbers alone, for these have mostly the same kernels, and looking for others
+    takes some milliseconds each time."""
+    kind = device, re.sub(r"\d+", "", proposal.key)
+    if device.type == "cuda" and kind not in _compiled and (kernels := sys.modules.get(f"{__package__}.triton")):
+        _compiled.add(kind)
+        with contextlib.suppress(Exception):
+            kernels.compile_calls(proposal.canonical.run, cases, device)
+
+
+def _compiling() -> bool:
+    kernels = sys.modules.get(f"{__package__}.triton")
+    return kernels is not None and kernels.compiling()
 
 
 def tensors_of(value) -> Iterator[Tensor]:

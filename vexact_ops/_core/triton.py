@@ -13,9 +13,12 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import threading
-from collections.abc import Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 OPTIONS = {"enable_fp_fusion": False}
+_LOG = logging.getLogger(__name__)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _HERE = contextlib.nullcontext()
 
@@ -36,27 +40,34 @@ def on(tensor: Tensor):
 
 
 _LOADING = threading.Lock()
+_LAUNCHER = "__triton_launcher"
 
 
-def load_in_turn(launcher: type) -> None:
-    """Has what a kernel is launched by made by one thread at a time.
+def load_in_turn(build: ModuleType) -> None:
+    """Has what a kernel is launched by loaded by one thread at a time. C compilers make it side by side.
 
     Up to Triton 3.6 it is a C module for each signature, and all bear one name: Python fills the module that bears it
-    anew where one of them is loaded again. A thread that has loaded a launcher and not yet read it can so be given that
-    of another thread's kernel, which takes other arguments, or as many of other kinds.
+    anew where one of them is loaded again. A thread that has loaded a launcher and not yet read it could so be given
+    that of another thread's kernel, which takes other arguments, or as many of other kinds: so it is given a copy.
+
+    build  triton.runtime.build
     """
-    made = launcher.__init__
+    load = build._load_module_from_path
 
-    @functools.wraps(made)
-    def in_turn(self, *args, **kwargs) -> None:
+    @functools.wraps(load)
+    def in_turn(name: str, path: str) -> ModuleType:
+        if name != _LAUNCHER:
+            return load(name, path)
+        copy = ModuleType(name)
         with _LOADING:
-            made(self, *args, **kwargs)
+            copy.__dict__.update(vars(load(name, path)))
+        return copy
 
-    launcher.__init__ = in_turn
+    build._load_module_from_path = in_turn
 
 
-if not _INTERPRETED and hasattr(_driver := importlib.import_module("triton.backends.nvidia.driver"), "make_launcher"):
-    load_in_turn(_driver.CudaLauncher)
+if not _INTERPRETED and hasattr(importlib.import_module("triton.backends.nvidia.driver"), "make_launcher"):
+    load_in_turn(importlib.import_module("triton.runtime.build"))
 
 
 class Launch(NamedTuple):
@@ -78,25 +89,135 @@ def launch(launches: Sequence[Launch], device: torch.device, kind: Hashable) -> 
 
     kind  what they are compiled for, such as sizes that they are specialized on
     """
-    if (device, kind) not in _launched:
-        interpreted = device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-        if not interpreted and not torch.cuda.is_current_stream_capturing():
+
+    def run() -> None:
+        for one in launches:
+            one.kernel[one.grid](*one.args, **one.options)
+
+    if (device, kind) not in _launched and not compiling():
+        if _compiles(device) and not torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(Exception):
-                _compile(launches, device)
+                compile_ahead(run, device)
         _launched.add((device, kind))
-    for one in launches:
-        one.kernel[one.grid](*one.args, **one.options)
+    run()
 
 
-def _compile(launches: Sequence[Launch], device: torch.device) -> None:
+# --- compiled ahead -------------------------------------------------------------------------------------------------
+
+_PATCHING = threading.Lock()  # held while JITFunction.run is another
+_MOST = 32  # kernels that are compiled at a time
+
+
+class _Collecting(threading.local):
+    kernels: list | None = None  # of this thread, while its launches compile
+
+
+_collecting = _Collecting()
+
+
+def compiling() -> bool:
+    """Whether what this thread launches is compiled alone (`compile_ahead`)."""
+    return _collecting.kernels is not None
+
+
+def _compiles(device: torch.device) -> bool:
+    return device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def compile_ahead(run: Callable[[], object], device: torch.device) -> int:
+    """Compile, side by side, the Triton kernels that `run` launches in this thread; none of them is launched, so what
+    they would write stays as it is. Other threads go on as ever. Returns how many launches there were.
+
+    What a kernel is compiled for is Triton's to say, as where it is launched: dtypes, alignments, sizes. A kernel that
+    does not compile is no error: its launch will say why. What `run` raises is passed on, once what it had launched
+    before is compiled.
+    """
+    found, begin = [], time.perf_counter()
+
     def loaded(kernel) -> None:
-        with torch.cuda.device(device):
+        with contextlib.suppress(Exception), torch.cuda.device(device):
             _ = kernel.result().run if isinstance(kernel, triton.FutureKernel) else kernel.run
 
-    with concurrent.futures.ThreadPoolExecutor(min(len(launches), os.cpu_count() or 1)) as pool:
-        with triton.AsyncCompileMode(pool, ignore_errors=True):
-            compiled = [one.kernel.warmup(*one.args, grid=one.grid, **one.options) for one in launches]
-        list(pool.map(loaded, compiled))
+    with concurrent.futures.ThreadPoolExecutor(min(_MOST, os.cpu_count() or 1)) as pool:
+        try:
+            with triton.AsyncCompileMode(pool, ignore_errors=True), _collected(found):
+                run()
+        finally:
+            list(pool.map(loaded, {id(kernel): kernel for kernel in found if kernel is not None}.values()))
+    if (seconds := time.perf_counter() - begin) >= 1:
+        _LOG.info("%d launches of Triton's kernels compiled for side by side, in %.1f s", len(found), seconds)
+    return len(found)
+
+
+@contextlib.contextmanager
+def _collected(found: list) -> Iterator[None]:
+    """In a with block this thread's launches of Triton's kernels compile, and are added to `found`."""
+    mine = threading.get_ident()
+    with _PATCHING:
+        launched = triton.JITFunction.run
+
+        def run(kernel, *args, grid, warmup, **options):
+            if threading.get_ident() != mine:
+                return launched(kernel, *args, grid=grid, warmup=warmup, **options)
+            made = launched(kernel, *map(_stand_in, args), grid=grid, warmup=True, **options)
+            found.append(made)
+            return made
+
+        triton.JITFunction.run, _collecting.kernels = run, found
+        try:
+            yield
+        finally:
+            triton.JITFunction.run, _collecting.kernels = launched, None
+
+
+def compile_calls(run: Callable[..., object], calls: Iterable[tuple], device: torch.device) -> int:
+    """compile_ahead of run(*call) for each of the calls, on tensors without memory: nothing is computed, and nothing
+    allocated on the device. Tuples and lists in a call are looked into. A call that asks for a tensor's values, or for
+    another kernel than Triton's, is compiled for as far as it comes. Returns how many launches there were."""
+    if not _compiles(device) or compiling():
+        return 0
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def on_fakes() -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for call in calls:
+                with contextlib.suppress(Exception):
+                    run(*_without_memory(call))
+
+    return compile_ahead(on_fakes, device)
+
+
+def _without_memory(value):
+    """Its tensors as ones that begin as far from a 16-byte boundary, made where fake tensors are."""
+    if isinstance(value, Tensor):
+        first = value.data_ptr() % 16 // value.element_size()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) if value.numel() else 0
+        room = torch.empty(first + span, dtype=value.dtype, device=value.device)
+        return room.as_strided(value.shape, value.stride(), first)
+    return _in_tuples(_without_memory, value)
+
+
+def _in_tuples(change: Callable, value):
+    if isinstance(value, tuple | list):
+        made = map(change, value)
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    return value
+
+
+class _Placed:
+    """What Triton asks of a tensor, of one without memory."""
+
+    def __init__(self, of: Tensor):
+        self.dtype, self._place = of.dtype, of.storage_offset() * of.element_size()
+
+    def data_ptr(self) -> int:
+        return self._place
+
+
+def _stand_in(value):
+    if isinstance(value, Tensor):
+        return _Placed(value) if type(value).__name__ == "FakeTensor" else value
+    return _in_tuples(_stand_in, value)
 
 
 @functools.cache

@@ -15,13 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, cdiv, chunk, exp, fold_sum, log, on, sum_rows, tanh
+from .._core.triton import OPTIONS, Launch, block, cdiv, exp, fold_sum, launch, log, on, sum_rows, tanh
 
 KEY_BLOCK = 64  # where the running maximum may move, and where a segment may end
-SEQUENCES = 1024  # that a tile looks through at a time for the one it belongs to; no bit depends on it
+# That a tile looks through at a time for the one it belongs to; no bit depends on it. One number for all: kernels are
+# compiled for it, some seconds each, and an engine's start meets steps of any number of sequences.
+SEQUENCES = 256
 LOG2_E = 1.4426950408889634
 # What kernels are not compiled anew for: numbers that differ from call to call, and where indices begin.
 PER_CALL = "tokens", "keys", "sequences", "window"
+PER_CACHE = *PER_CALL, "pages", "page_size", "table_row", "segment"
 INDICES = "offsets_q", "offsets_k", "table", "sinks"
 
 _KEYS = tl.constexpr(KEY_BLOCK)
@@ -243,9 +246,7 @@ def _blocks(
     return m, norm, acc, nonfinite
 
 
-@triton.jit(
-    do_not_specialize=[*PER_CALL, "pages", "page_size", "table_row", "segment"], do_not_specialize_on_alignment=INDICES
-)
+@triton.jit(do_not_specialize=PER_CACHE, do_not_specialize_on_alignment=INDICES)
 def _fwd_kernel(
     q, k, v, out, lse, sinks, nonfinite_tiles, offsets_q, offsets_k, table, tokens, keys, sequences, pages, page_size,
     table_row, strides, scale, softcap, window, segment,
@@ -612,16 +613,20 @@ def _forward(
         return out
     tiles = _tiles(tokens, constants["GROUP"], constants["TILE"], sequences)
     nonfinite_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
+    args = (
+        q, k, v, out, out if lse is None else lse, out if sinks is None else sinks, nonfinite_tiles, offsets_q,
+        offsets_k, offsets_q if table is None else table, tokens, keys, sequences, pages, page_size,
+        0 if table is None else table.stride(0), Strides(q.stride(0), q.stride(1), *strides),
+        scale, softcap or 0.0, window or 0, segment or 0,
+    )  # fmt: skip
+    constants |= {
+        "SEQUENCES": SEQUENCES, "PAGED": table is not None, "CAUSAL": causal, "WINDOW": window is not None,
+        "SINKS": sinks is not None, "SEGMENT": segment is not None, "LSE": lse is not None,
+    }  # fmt: skip
+    ways = (False, True) if causal and longest > 1 else (False,)
+    launches = [Launch(_fwd_kernel, (tiles, hk), args, {"CAREFUL": careful, **constants}) for careful in ways]
     with on(q):
-        for careful in (False, True) if causal and longest > 1 else (False,):
-            _fwd_kernel[(tiles, hk)](
-                q, k, v, out, out if lse is None else lse, out if sinks is None else sinks, nonfinite_tiles, offsets_q,
-                offsets_k, offsets_q if table is None else table, tokens, keys, sequences, pages, page_size,
-                0 if table is None else table.stride(0), Strides(q.stride(0), q.stride(1), *strides),
-                scale, softcap or 0.0, window or 0, segment or 0, SEQUENCES=chunk(sequences, SEQUENCES),
-                PAGED=table is not None, CAUSAL=causal, WINDOW=window is not None, SINKS=sinks is not None,
-                SEGMENT=segment is not None, LSE=lse is not None, CAREFUL=careful, **constants,
-            )  # fmt: skip
+        launch(launches, q.device, (_forward, ways, q.dtype, *constants.values()))
     return out
 
 
@@ -654,7 +659,7 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
     sequences, delta = offsets_k.shape[0] - 1, torch.empty_like(lse)
     constants, score_scale = _constants(q, hk, dv, softcap, scale)
     group, tile, base_2, rows = constants["GROUP"], constants["TILE"], constants["BASE_2"], tokens * heads
-    common = {"SEQUENCES": chunk(sequences, SEQUENCES), "CAUSAL": causal, "WINDOW": window is not None, **constants}
+    common = {"SEQUENCES": SEQUENCES, "CAUSAL": causal, "WINDOW": window is not None, **constants}
     common |= {"KEYS": KEY_BLOCK, "DX": 0}
     widest = max(common["DP"], common["DVP"])
     if widest > 128 and not base_2:

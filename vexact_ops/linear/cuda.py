@@ -442,10 +442,10 @@ def _source(cublaslt: bool) -> str | None:
 
 
 def _copy(out: Tensor) -> Tensor:
-    """A copy of out whose rows lie and begin as out's do."""
-    if out.is_contiguous() and out.data_ptr() % 16 == 0:
+    """A copy of out, a part of memory of torch's, whose rows lie and begin as out's do."""
+    before = out.storage_offset() % 8  # no address: kernels are compiled ahead on tensors without memory
+    if out.is_contiguous() and before * out.element_size() % 16 == 0:
         return out.clone()
-    before = out.data_ptr() // out.element_size() % 8
     wide = out.new_empty(out.shape[0], max(out.stride(0), before + out.shape[1]))
     copy = wide[:, before : before + out.shape[1]]
     copy.copy_(out)

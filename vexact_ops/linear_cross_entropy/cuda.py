@@ -13,7 +13,6 @@ product then waits for the backward, where what the loss is multiplied with is k
 """
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -318,16 +317,11 @@ def _heads(device: torch.device, width: int) -> Proposal:
     canonical = digest.canonical("linear_cross_entropy"), digest.of_files(__file__)
     candidate = digest.of_files(__file__, native=digest.of_extension("linear_cross_entropy", "cuda"))
 
-    def cases() -> list[tuple]:
-        made = _cases(device, width)
-        _compile(device, made[:3])
-        return made
-
     return Proposal(
         f"linear_cross_entropy bfloat16 H={width}",
         [Candidate(KERNEL, ours, candidate)],
         Candidate(TRITON, functools.partial(_everything, *theirs), " ".join(canonical)),
-        cases,
+        functools.partial(_cases, device, width),
     )
 
 
@@ -440,31 +434,3 @@ def _everything(
             from_kept(d, kept[0], weight, scale, factor, live) for factor in (up[0][0], one[0])
         ]  # 1 has a way of its own
     return results
-
-
-def _compile(device: torch.device, cases: list[tuple]) -> None:
-    """Triton compiles the kernels that _everything compares with: the slow ones at once, in threads, on any numbers."""
-
-    def forward(hidden, weight, target, _, softcap, *__):
-        one = torch.ones(hidden.shape[0], dtype=torch.float32, device=device)
-        triton.linear_logprobs_fwd(hidden, weight, target, one, softcap, True)
-
-    def backward(hidden, weight, target, _, softcap, up, *__):
-        one = torch.ones(hidden.shape[0], dtype=torch.float32, device=device)
-        lse = torch.zeros(hidden.shape[0], 2, dtype=torch.float32, device=device)
-        triton.linear_logprobs_bwd(*up, hidden, weight, target, one, softcap, one, lse, True, True)
-
-    def gradients(hidden, weight, target, *_):
-        lse = torch.zeros(hidden.shape[0], 2, dtype=torch.float32, device=device)
-        number = torch.tensor(1, dtype=torch.int64, device=device)
-        triton.unit_gradients(hidden, weight, target, lse, number.float(), True, True, number)
-
-    def run(job) -> None:
-        with torch.cuda.device(device), torch.no_grad():
-            job[0](*job[1])
-
-    torch.cuda.synchronize(device)  # threads have streams of their own
-    jobs = [(gradients, cases[0]), *((kind, case) for case in reversed(cases) for kind in (backward, forward))]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        list(pool.map(run, jobs))
-    torch.cuda.synchronize(device)
