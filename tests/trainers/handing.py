@@ -33,7 +33,7 @@ def hand_over(engine, weights: Iterable, model_config, dtype: str = "bfloat16", 
     from vexact_engine.verl.adapter import ServerAdapter
 
     receiver = WeightReceiver(engine)
-    methods = {"get_weights_address": lambda: receiver.address, "receive_weights": receiver.receive}
+    methods = {"get_weights_address": lambda node: receiver.address, "receive_weights": receiver.receive}
     server = _Actor(**methods, set_global_steps=lambda step: None)
 
     class Adapter(ServerAdapter):
