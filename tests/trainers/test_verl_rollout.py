@@ -488,9 +488,8 @@ def test_stages_and_ranks(path, parallel):
             assert server.engine.asleep == ("weights", "kv_cache", "graphs")
             await server.wake_up(tags=["weights"])
             received = asyncio.ensure_future(server.receive_weights())
-            with WeightSender(
-                server.get_weights_address(), numerics=server.engine.numerics(), bucket_bytes=1 << 16
-            ) as sender:
+            address = await server.get_weights_address()
+            with WeightSender(address, numerics=server.engine.numerics(), bucket_bytes=1 << 16) as sender:
                 await asyncio.to_thread(sender.send, new.state_dict())
                 await received
             await server.wake_up(tags=["kv_cache"])
