@@ -397,6 +397,24 @@ def test_nobody_comes_and_the_receivers_end(meeting):
         assert len(others.addresses) == 2
 
 
+def test_receivers_that_end_before_a_node_has_heard_of_the_set(meeting, monkeypatch):
+    at = meeting()
+    numerics = at.engine.numerics
+
+    def late():  # asked between the set's beginning and what the nodes are told
+        until(lambda: at.receivers._set._why is not None)
+        return numerics()
+
+    monkeypatch.setattr(at.engine, "numerics", late)
+    waits = at.receive(None)
+    until(lambda: at.receivers._set is not None)
+    with ThreadPoolExecutor(1) as ends:
+        closed = ends.submit(at.receivers.close)
+        with pytest.raises(HandoverFailed, match="the receivers are closed"):
+            waits.result(10)
+        closed.result(10)
+
+
 def test_bad_input(sockets):
     engine = SimpleNamespace(config=SimpleNamespace(nodes=1), _worker=SimpleNamespace(lines=list))
     with pytest.raises(ValueError, match="got a SimpleNamespace of 1, expected an Engine of 2 nodes or more"):

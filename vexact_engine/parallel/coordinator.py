@@ -105,6 +105,7 @@ class NodeReceivers:
                     line.ask("receive", number=number, **told).add_done_callback(partial(found.over, node))
                 if self._closed:
                     found.fail(None, HandoverFailed(_CLOSED))
+                found.stop_again()
                 found.wait_for_one(timeout)
                 while not found.wait(self.timeout):
                     self._check_all(found, lines)
@@ -250,6 +251,13 @@ class _Set:
             self._why = node, error
             self._changed.notify_all()
         self._stop(str(self._refusal()))
+
+    def stop_again(self) -> None:
+        """What failed before the nodes had been asked for a set was told to nodes that knew of none."""
+        with self._changed:
+            failed = self._why is not None
+        if failed:
+            self._stop(str(self._refusal()))
 
     def over(self, node: int, said: Future) -> None:
         if (error := said.exception()) is not None:
