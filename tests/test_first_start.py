@@ -1,5 +1,6 @@
 """What a process does, and says, where a machine knows nothing yet: kernels are compiled before they are verified."""
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -50,6 +51,19 @@ def test_what_triton_compiles_is_compiled_before_anything_runs(monkeypatch):
         assert verdicts[0].admitted
     ran = ["ran"] * 2
     assert said == [(run, 2, "cuda"), *ran, *ran, (run, 2, "cuda"), *ran]
+
+
+def test_what_is_not_triton_s_gets_no_tensors_without_memory(monkeypatch):
+    from vexact_ops.attention import cuda
+
+    core = pytest.importorskip("vexact_ops._core.triton", reason="needs Triton")
+    monkeypatch.setattr(core, "compile_calls", lambda *call: pytest.fail("compiled ahead"))
+    verdicts, _ = admit._verify(dataclasses.replace(propose(), ahead=False), GPU)
+    assert verdicts[0].admitted
+    monkeypatch.setattr(cuda, "_cute", lambda: SimpleNamespace(versions=lambda: "v1"))
+    of = CPU, torch.bfloat16, cuda.Shape(2, 64, 64, "causal")
+    made = cuda._forward.__wrapped__(*of, None), cuda._paged.__wrapped__(*of, None, 16), cuda._backward.__wrapped__(*of)
+    assert not any(proposal.ahead for proposal in made)
 
 
 def test_nothing_is_verified_while_kernels_are_compiled(monkeypatch, tmp_path):

@@ -99,8 +99,8 @@ class NodeReceivers:
                 lines, names = self._reach(), self._names
             number = next(self._numbers)
             found = self._set = _Set(self._intake, names, _PATIENCE * self.timeout, partial(_stop, lines, number))
-            told = {"numerics": self.engine.numerics(), "weight_version": self.engine.weight_version}
             try:
+                told = {"numerics": self.engine.numerics(), "weight_version": self.engine.weight_version}
                 for node, line in enumerate(lines):
                     line.ask("receive", number=number, **told).add_done_callback(partial(found.over, node))
                 if self._closed:

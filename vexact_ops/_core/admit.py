@@ -79,6 +79,8 @@ class Proposal:
     race        (admitted candidates, arguments) -> microseconds of each, or the exception that it raised when it was
                 captured; None: the first admitted candidate wins
     margin      the share of the canonical kernel's time that another has to win where that one is raced too
+    ahead       whether what Triton compiles of the canonical kernel may be compiled before it runs, by calls with
+                tensors that have no memory. No kernel of another compiler's may be given those
     """
 
     key: str
@@ -87,6 +89,7 @@ class Proposal:
     cases: Callable[[], Sequence[tuple]]
     race: Callable[[Sequence[Candidate], tuple], Sequence[float | Exception]] | None = None
     margin: float = 0.0
+    ahead: bool = True
 
 
 @dataclass
@@ -413,13 +416,15 @@ _compiled: set[tuple] = set()
 
 def _compile(proposal: Proposal, cases: Sequence[tuple], device: torch.device) -> None:
     """What Triton compiles of the canonical kernel, side by side and before anything runs: one by one it is most of a
-    first start's time. It decides nothing: what fails here is met again where it runs. Candidates have nothing that
-    Triton compiles; those of other compilers must not be called with tensors that have no memory.
+    first start's time. It decides nothing: what fails here is met again where it runs. Candidates are mostly other
+    compilers'.
 
     Once for proposals that differ in numbers alone, for these have mostly the same kernels, and looking for others
     takes some milliseconds each time."""
     kind = device, re.sub(r"\d+", "", proposal.key)
-    if device.type == "cuda" and kind not in _compiled and (kernels := sys.modules.get(f"{__package__}.triton")):
+    if not proposal.ahead or device.type != "cuda" or kind in _compiled:
+        return
+    if kernels := sys.modules.get(f"{__package__}.triton"):
         _compiled.add(kind)
         with contextlib.suppress(Exception):
             kernels.compile_calls(proposal.canonical.run, cases, device)

@@ -370,6 +370,7 @@ def _forward(device: torch.device, dtype: torch.dtype, shape: Shape, segment: in
         [Candidate(FLASH_ATTN, run(_fast_varlen), f"{_cute().versions()} {_source()}")],
         Candidate(OURS, run(ours), _source()),
         functools.partial(_forward_cases, device, dtype, shape, segment),
+        ahead=False,
     )
 
 
@@ -436,6 +437,7 @@ def _paged(device: torch.device, dtype: torch.dtype, shape: Shape, segment: int 
         [Candidate(FLASH_ATTN, run(True), f"{_cute().versions()} {_source()}")],
         Candidate(OURS, run(False), _source()),
         functools.partial(_paged_cases, device, dtype, shape, segment, page),
+        ahead=False,
     )
 
 
@@ -502,6 +504,7 @@ def _backward(device: torch.device, dtype: torch.dtype, shape: Shape) -> Proposa
         [Candidate(FLASH_ATTN, checked, f"{cute.versions()} {_source()}")],
         Candidate(TRITON, alone, f"{cute.versions()} {_source()} {digest.canonical('attention')}"),
         functools.partial(_backward_cases, device, dtype, shape),
+        ahead=False,
     )
 
 

@@ -58,8 +58,7 @@ def unavailable() -> str | None:
 @functools.cache
 def versions() -> str:
     """What a verdict on these kernels holds for."""
-    names = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"
-    parts = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    parts = [f"{name} {importlib.metadata.version(name)}" for name in cute_objects.STACK]
     files = __file__, cute_backward.__file__, triton_prepare.__file__
     sources = b"".join(Path(module).read_bytes() for module in files)
     return ", ".join([*parts, "sha256 " + hashlib.sha256(sources).hexdigest()[:12]])

@@ -335,8 +335,7 @@ def _preparing(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal
         given = *case, _blocks_until(cu, rows), *where, rows, d, multiple
         return race_on_gpu([[partial(_prepare, one.name, *given)] * 4 for one in candidates])
 
-    names = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"
-    versions = {name: digest.version(name) for name in names}
+    versions = {name: digest.version(name) for name in cute_objects.STACK}
     theirs = Candidate(THEIRS, run(THEIRS), digest.of_files(__file__, **versions))
     source = digest.of_files(__file__, triton_prepare.__file__, triton=digest.version("triton"))
     return Proposal(
@@ -345,6 +344,7 @@ def _preparing(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal
         theirs,
         lambda: _preparing_cases(device, dtype, dv),
         race,
+        ahead=False,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 
 from .._core import admit
 
+STACK = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"  # what a kernel is made with
 _FUNCTION = "vexact"  # its name in an object file
 _kernels: dict[tuple, Callable] = {}
 _modules: list = []  # what a function was loaded from is not unloaded under it
