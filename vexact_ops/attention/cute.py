@@ -44,6 +44,7 @@ from .op import flash_keys
 VERSION = "4.0.0b36"  # whose source this file was written against
 WIDE = 256  # heads of which flash-attn-4 takes blocks of 80 keys, which no page divides, but for windows
 _LN_2 = 0.69314718
+_LOG2_E = 1.44269502
 _SHARED_BYTES = 226 * 1024  # of a block
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 
@@ -108,11 +109,15 @@ def _come_after(a, b, *, loc=None, ip=None):
 
 
 class Forward(FlashAttentionForwardSm90):
-    """The forward on packed sequences; segment_blocks: blocks of keys in a segment, None for one segment."""
+    """The forward on packed sequences.
 
-    def __init__(self, *args, segment_blocks: int | None, **kwargs):
+    segment_blocks  blocks of keys in a segment, None for one segment
+    sinks           whether heads have some: the second of the aux tensors
+    """
+
+    def __init__(self, *args, segment_blocks: int | None, sinks: bool, **kwargs):
         super().__init__(*args, **kwargs)
-        self.segment_blocks = segment_blocks
+        self.segment_blocks, self.sinks = segment_blocks, sinks
         self.beside = self.tile_n * 3 // 16 - 1  # of a row's probabilities in a thread: the last there before a wait
         if not self.intra_wg_overlap or self.score_mod is not None or self.mask_mod is not None:
             raise AssertionError("a case that the loop below does not know")
@@ -307,18 +312,34 @@ class Forward(FlashAttentionForwardSm90):
                 softmax.row_max.store(high.load())
                 softmax.row_sum.store(total.load())
             acc_rows = layout_utils.reshape_acc_to_mn(acc)
+            if const_expr(self.sinks and self.pack_gqa):
+                places = cute.make_identity_tensor((self.tile_m, self.tile_n))
+                own_rows = layout_utils.reshape_acc_to_mn(thr_mma_qk.partition_C(places))
             probe = Float32(0.0)
             for r in cutlass.range_constexpr(rows):
                 norm = softmax.row_sum[r]
                 none = norm == 0.0 or norm != norm
                 factor = cute.arch.rcp_approx(norm if not none else 1.0)
+                log = cute.math.log2(norm, fastmath=True)
+                lse = _mul(_fma(softmax_scale_log2, softmax.row_max[r], log), _LN_2)
+                softmax.row_sum[r] = lse if not none else -Float32.inf
+                if const_expr(self.sinks):  # order: the sink joins last
+                    head = head_idx
+                    if const_expr(self.pack_gqa):
+                        row = m_block * self.tile_m + own_rows[r][0]
+                        head = row % self.qhead_per_kvhead + head_idx * self.qhead_per_kvhead
+                    sink = aux_data.tensors[1][head]
+                    score, peak = _mul(sink, _LOG2_E), _mul(softmax_scale_log2, softmax.row_max[r])
+                    top = utils.fmax(peak, score)
+                    kept = cute.math.exp2(_add(peak, -top), fastmath=True)
+                    whole = _fma(norm, kept, cute.math.exp2(_add(score, -top), fastmath=True))
+                    factor = _mul(kept, cute.arch.rcp_approx(whole)) if not none else factor
+                    joined_lse = _mul(_add(top, cute.math.log2(whole, fastmath=True)), _LN_2)
+                    softmax.row_sum[r] = joined_lse if not none else sink if norm == 0.0 else -Float32.inf
                 for c in cutlass.range_constexpr(cute.size(acc_rows, mode=[1])):
                     # + 0: whether a row met blocks that it does not see, which turn -0 into 0, must not show
                     acc_rows[r, c] = _mul(_add(acc_rows[r, c], 0.0), factor)
                     probe += acc_rows[r, c]
-                log = cute.math.log2(norm, fastmath=True)
-                lse = _mul(_fma(softmax_scale_log2, softmax.row_max[r], log), _LN_2)
-                softmax.row_sum[r] = lse if not none else -Float32.inf
             if probe != probe:
                 aux_data.tensors[0][0] = Int32(1)
             self.epilogue(
@@ -491,12 +512,22 @@ class PagedForward(Forward):
         pipeline.producer_commit(state)
 
 
+_SINKS = ("sinks",)  # in a kernel's key
+
+
+def _aux(nonfinite: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+    return (nonfinite,) if sinks is None else (nonfinite, sinks)
+
+
 def _reach(window: int | None) -> tuple[int | None, int | None]:
     """A window as the keys seen before a query's place and behind it."""
     return (None, None) if window is None else (min(window - 1, 1 << 30), 0)
 
 
-def _kernel(make, q: Tensor, heads_k: int, dv: int, causal: bool, window: int | None, segment: int | None, **more):
+def _kernel(
+    make, q: Tensor, heads_k: int, dv: int, causal: bool, window: int | None, segment: int | None, sinks: Tensor | None,
+    **more,
+):  # fmt: skip
     heads, d = q.shape[1], q.shape[2]
     config, keys = _tile_size_fwd_sm90(d, dv, causal and window is None, window is not None), flash_keys(d)
     if config.n_block_size != keys and d != WIDE:
@@ -505,73 +536,76 @@ def _kernel(make, q: Tensor, heads_k: int, dv: int, causal: bool, window: int | 
         _DTYPES[q.dtype], d, dv, heads // heads_k, is_causal=causal and window is None, is_local=window is not None,
         pack_gqa=heads > heads_k, tile_m=config.m_block_size, tile_n=keys, num_stages=2,
         num_threads=384, Q_in_regs=False, intra_wg_overlap=config.intra_wg_overlap, mma_pv_is_rs=config.mma_pv_is_rs,
-        has_aux_tensors=True, segment_blocks=None if segment is None else segment // keys, **more,
+        has_aux_tensors=True, segment_blocks=None if segment is None else segment // keys, sinks=sinks is not None,
+        **more,
     )  # fmt: skip
 
 
 def _compile(
-    q: Tensor, k: Tensor, v: Tensor, offsets: tuple, out: Tensor, lse: Tensor, nonfinite: Tensor, options: tuple
+    q: Tensor, k: Tensor, v: Tensor, offsets: tuple, out: Tensor, lse: Tensor, aux: tuple[Tensor, ...], options: tuple
 ):
-    causal, window, segment = options
-    kernel = _kernel(Forward, q, k.shape[1], v.shape[2], causal, window, segment)
+    causal, window, segment, sinks = options
+    kernel = _kernel(Forward, q, k.shape[1], v.shape[2], causal, window, segment, sinks)
     tensors = [to_cute_tensor(t) for t in (q, k, v, out)]
     offsets = [to_cute_tensor(t, assumed_align=4, leading_dim=0) for t in offsets]
     reach = _reach(window)
     return cute.compile(
         kernel, *tensors, to_cute_tensor(lse, assumed_align=4), 1.0, *offsets, None, None, None, *reach, None, None,
-        AuxData((to_cute_aux_tensor(nonfinite),), None), None, None,
+        AuxData(tuple(to_cute_aux_tensor(t) for t in aux), None), None, None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool,
-    window: int | None, segment: int | None, out: Tensor, lse: Tensor, nonfinite: Tensor,
+    window: int | None, segment: int | None, sinks: Tensor | None, out: Tensor, lse: Tensor, nonfinite: Tensor,
 ) -> None:  # fmt: skip
-    """Writes out (T, Hq, Dv), lse (Hq, T) and, where some output is NaN, 1 into nonfinite (1,) int32, which holds 0."""
-    group = q.shape[1] // k.shape[1]
-    key = q.dtype, group, q.shape[2], v.shape[2], causal, window is None, segment
+    """Writes out (T, Hq, Dv), lse (Hq, T) and, where some output is NaN, 1 into nonfinite (1,) int32, which holds 0.
+    sinks: (Hq,) float32, or None."""
+    group, aux = q.shape[1] // k.shape[1], _aux(nonfinite, sinks)
+    key = q.dtype, group, q.shape[2], v.shape[2], causal, window is None, segment, *_SINKS[: len(aux) - 1]
 
     def make():
-        return _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, nonfinite, (causal, window, segment))
+        return _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, aux, (causal, window, segment, sinks))
 
     kernel = cute_objects.kernel("forward", q.device, key, make, versions)
     reach = _reach(window)
     offsets = cu_seqlens, cu_seqlens_k
     kernel(
-        q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData((nonfinite,), None),
-        None, None,
+        q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData(aux, None), None, None,
     )  # fmt: skip
 
 
-def _compile_paged(q: Tensor, k: Tensor, v: Tensor, step: tuple, out: Tensor, nonfinite: Tensor, options: tuple):
-    window, segment = options
-    kernel = _kernel(PagedForward, q, k.shape[2], v.shape[3], True, window, segment, page_size=k.shape[1])
+def _compile_paged(q: Tensor, k: Tensor, v: Tensor, step: tuple, out: Tensor, aux: tuple[Tensor, ...], options: tuple):
+    window, segment, sinks = options
+    kernel = _kernel(PagedForward, q, k.shape[2], v.shape[3], True, window, segment, sinks, page_size=k.shape[1])
     at, used_q, used_k, table = step
     vectors = [to_cute_tensor(t, assumed_align=4, leading_dim=0) for t in (at, used_q, used_k)]
     return cute.compile(
         kernel, *[to_cute_tensor(t) for t in (q, k, v, out)], 1.0, *vectors,
         to_cute_tensor(table, assumed_align=4, leading_dim=1), *_reach(window),
-        AuxData((to_cute_aux_tensor(nonfinite),), None), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        AuxData(tuple(to_cute_aux_tensor(t) for t in aux), None),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
     )  # fmt: skip
 
 
 def paged_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, at: Tensor, used_q: Tensor, used_k: Tensor, block_table: Tensor,
-    scale: float, window: int | None, segment: int | None, out: Tensor, nonfinite: Tensor,
+    scale: float, window: int | None, segment: int | None, sinks: Tensor | None, out: Tensor, nonfinite: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the rows of out (T, Hq, Dv) from at[b] to at[b] + used_q[b], the last queries of used_k[b] keys;
+    """Writes the rows of out (T, Hq, Dv) from at[b] to at[b] + used_q[b], the last queries of used_k[b] keys; sinks and
     nonfinite as in `forward`."""
-    group = q.shape[1] // k_cache.shape[2]
-    key = q.dtype, group, q.shape[2], v_cache.shape[3], window is None, segment, k_cache.shape[1]
+    group, aux = q.shape[1] // k_cache.shape[2], _aux(nonfinite, sinks)
+    page = k_cache.shape[1]
+    key = q.dtype, group, q.shape[2], v_cache.shape[3], window is None, segment, page, *_SINKS[: len(aux) - 1]
     step = at, used_q, used_k, block_table
 
     def make():
-        return _compile_paged(q, k_cache, v_cache, step, out, nonfinite, (window, segment))
+        return _compile_paged(q, k_cache, v_cache, step, out, aux, (window, segment, sinks))
 
     kernel = cute_objects.kernel("paged", q.device, key, make, versions)
-    kernel(q, k_cache, v_cache, out, scale, *step, *_reach(window), AuxData((nonfinite,), None))
+    kernel(q, k_cache, v_cache, out, scale, *step, *_reach(window), AuxData(aux, None))
 
 
 def backward(
