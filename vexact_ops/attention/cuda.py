@@ -398,7 +398,7 @@ def _sinks(device: torch.device, shape: Shape, special: bool) -> Tensor | None:
     """Of two heads of keys: below, about and far above the scores; special: with such as are not finite."""
     if not shape.sinks:
         return None
-    sinks = torch.linspace(-3, 40, 2 * shape.group, device=device)
+    sinks = torch.linspace(-3, 40, 2 * shape.group, dtype=torch.float32, device=device)
     if special:
         for i, value in enumerate((-torch.inf, torch.nan, torch.inf)):
             sinks[i % len(sinks)] = value

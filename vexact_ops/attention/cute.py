@@ -22,9 +22,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 import torch
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.pipeline import PipelineUserType
 from flash_attn.cute import utils
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned, to_cute_aux_tensor, to_cute_tensor
@@ -38,7 +36,8 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
-from . import cute_backward, cute_objects
+from . import cute_arithmetic, cute_backward, cute_objects
+from .cute_arithmetic import add, come_after, fma, mul
 from .op import flash_keys
 
 VERSION = "4.0.0b36"  # whose source this file was written against
@@ -61,51 +60,10 @@ def versions() -> str:
     """What a verdict on these kernels holds for."""
     names = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"
     parts = [f"{name} {importlib.metadata.version(name)}" for name in names]
-    sources = b"".join(Path(module).read_bytes() for module in (__file__, cute_backward.__file__))
+    sources = b"".join(
+        Path(module).read_bytes() for module in (__file__, cute_arithmetic.__file__, cute_backward.__file__)
+    )
     return ", ".join([*parts, "sha256 " + hashlib.sha256(sources).hexdigest()[:12]])
-
-
-def _asm(text: str, *values):
-    operands = [Float32(v).ir_value() for v in values]
-    constraints = ",".join(["=f", *["f"] * len(operands)])
-    dialect = llvm.AsmDialect.AD_ATT
-    return Float32(
-        llvm.inline_asm(
-            T.f32(), operands, text, constraints, has_side_effects=False, is_align_stack=False, asm_dialect=dialect
-        )
-    )
-
-
-# Spelled out, so that no compiler chooses what is fused.
-@dsl_user_op
-def _fma(a, b, c, *, loc=None, ip=None):
-    return _asm("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
-
-
-@dsl_user_op
-def _mul(a, b, *, loc=None, ip=None):
-    return _asm("mul.rn.f32 $0, $1, $2;", a, b)
-
-
-@dsl_user_op
-def _add(a, b, *, loc=None, ip=None):
-    return _asm("add.rn.f32 $0, $1, $2;", a, b)
-
-
-@dsl_user_op
-def _come_after(a, b, *, loc=None, ip=None):
-    """What stands behind this waits for a and b, which are not negative. The assembler would pull a wait for a product
-    of matrices ahead of the arithmetic that is to run beside it; it leaves a branch where it is."""
-    llvm.inline_asm(
-        None,
-        [Float32(a).ir_value(), Float32(b).ir_value()],
-        "{ .reg .pred p, q; setp.lt.f32 p, $0, 0f00000000; setp.lt.or.f32 q, $1, 0f00000000, p; "
-        "vote.sync.any.pred p, q, 0xffffffff; @p trap; }",
-        "f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
 
 
 class Forward(FlashAttentionForwardSm90):
@@ -157,7 +115,7 @@ class Forward(FlashAttentionForwardSm90):
             mask_fn(acc_S=scores, n_block=n_block)
         kept = softmax.online_softmax(scores, check_inf=check_inf)
         rows = layout_utils.reshape_acc_to_mn(scores)
-        _come_after(rows[0, self.beside], rows[1, self.beside])
+        come_after(rows[0, self.beside], rows[1, self.beside])
         warpgroup.wait_group(0)
         pipeline_v.consumer_release(before)
         wide = layout_utils.reshape_acc_to_frgA(scores)
@@ -296,15 +254,15 @@ class Forward(FlashAttentionForwardSm90):
                     for r in cutlass.range_constexpr(rows):
                         top = utils.fmax(high[r], softmax.row_max[r])
                         base = 0.0 if top == -Float32.inf else top
-                        before[r] = cute.math.exp2(_mul(_add(high[r], -base), softmax_scale_log2), fastmath=True)
+                        before[r] = cute.math.exp2(mul(add(high[r], -base), softmax_scale_log2), fastmath=True)
                         after[r] = cute.math.exp2(
-                            _mul(_add(softmax.row_max[r], -base), softmax_scale_log2), fastmath=True
+                            mul(add(softmax.row_max[r], -base), softmax_scale_log2), fastmath=True
                         )
                         high[r] = top
-                        total[r] = _fma(total[r], before[r], _mul(softmax.row_sum[r], after[r]))
+                        total[r] = fma(total[r], before[r], mul(softmax.row_sum[r], after[r]))
                     for i in cutlass.range_constexpr(cute.size(acc)):
                         r = const_expr(row_of[i])
-                        acc[i] = _fma(joined[i], before[r], _mul(acc[i], after[r]))
+                        acc[i] = fma(joined[i], before[r], mul(acc[i], after[r]))
                         joined[i] = acc[i]
             pipeline_q.consumer_release_w_index(0)
 
@@ -321,7 +279,7 @@ class Forward(FlashAttentionForwardSm90):
                 none = norm == 0.0 or norm != norm
                 factor = cute.arch.rcp_approx(norm if not none else 1.0)
                 log = cute.math.log2(norm, fastmath=True)
-                lse = _mul(_fma(softmax_scale_log2, softmax.row_max[r], log), _LN_2)
+                lse = mul(fma(softmax_scale_log2, softmax.row_max[r], log), _LN_2)
                 softmax.row_sum[r] = lse if not none else -Float32.inf
                 if const_expr(self.sinks):  # order: the sink joins last
                     head = head_idx
@@ -329,16 +287,16 @@ class Forward(FlashAttentionForwardSm90):
                         row = m_block * self.tile_m + own_rows[r][0]
                         head = row % self.qhead_per_kvhead + head_idx * self.qhead_per_kvhead
                     sink = aux_data.tensors[1][head]
-                    score, peak = _mul(sink, _LOG2_E), _mul(softmax_scale_log2, softmax.row_max[r])
+                    score, peak = mul(sink, _LOG2_E), mul(softmax_scale_log2, softmax.row_max[r])
                     top = utils.fmax(peak, score)
-                    kept = cute.math.exp2(_add(peak, -top), fastmath=True)
-                    whole = _fma(norm, kept, cute.math.exp2(_add(score, -top), fastmath=True))
-                    factor = _mul(kept, cute.arch.rcp_approx(whole)) if not none else factor
-                    joined_lse = _mul(_add(top, cute.math.log2(whole, fastmath=True)), _LN_2)
+                    kept = cute.math.exp2(add(peak, -top), fastmath=True)
+                    whole = fma(norm, kept, cute.math.exp2(add(score, -top), fastmath=True))
+                    factor = mul(kept, cute.arch.rcp_approx(whole)) if not none else factor
+                    joined_lse = mul(add(top, cute.math.log2(whole, fastmath=True)), _LN_2)
                     softmax.row_sum[r] = joined_lse if not none else sink if norm == 0.0 else -Float32.inf
                 for c in cutlass.range_constexpr(cute.size(acc_rows, mode=[1])):
                     # + 0: whether a row met blocks that it does not see, which turn -0 into 0, must not show
-                    acc_rows[r, c] = _mul(_add(acc_rows[r, c], 0.0), factor)
+                    acc_rows[r, c] = mul(add(acc_rows[r, c], 0.0), factor)
                     probe += acc_rows[r, c]
             if probe != probe:
                 aux_data.tensors[0][0] = Int32(1)
