@@ -108,13 +108,15 @@ def from_kept(dweight, hidden, weight, scale, factor, live):
     return (dweight.float() * factor).to(dweight.dtype)
 
 
-def attention(q, k, v, cu, finite):
+def attention(q, k, v, cu, sinks, finite):
     ends, out, lse = cu.tolist(), [], []
     for a, b in itertools.pairwise(ends):
         scores = torch.einsum("qhd,khd->hqk", q[a:b].float(), k[a:b].float().repeat_interleave(3, 1)) / 8
         scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), -torch.inf)
         seen = torch.ones(b - a, b - a).tril()
         values = v[a:b].float().repeat_interleave(3, 1)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, b - a, 1)], 2)
         p = scores.softmax(2)
         out.append(
             torch.stack(
@@ -173,7 +175,9 @@ def proposals():
     yield "head", head_proposal(head_room), head, lambda hidden, *_: hidden.shape[0] == 1
     yield "gated", gated_proposal(gated_room), gated, lambda x, *_: x.shape[0] == 1
     shape = attention_room.Shape(3, 64, 64, "causal")
-    yield "attention", attention_proposal(attention_room, shape), attention, lambda q, k, v, cu, finite: False
+    yield "attention", attention_proposal(attention_room, shape), attention, lambda q, k, v, cu, sinks, finite: False
+    shape = attention_room.Shape(3, 64, 64, "causal", sinks=True)
+    yield "sinks", attention_proposal(attention_room, shape), attention, lambda q, k, v, cu, sinks, finite: False
 
 
 def head_proposal(room):
@@ -228,7 +232,7 @@ def test_a_room_tells_a_kernel_that_treats_special_values_otherwise(room, fake):
     _, proposal, run, one = next(p for p in proposals() if p[0] == room)
     if room == "plan" and fake != "nothing":
         pytest.skip("whole numbers")
-    if room == "attention" and fake == "is wrong for one row":
+    if room in ("attention", "sinks") and fake == "is wrong for one row":
         pytest.skip("it takes no call of one row")
     if room == "head" and fake == "flushes subnormal operands":
         pytest.skip("no result shows them: logits that small are as good as 0")

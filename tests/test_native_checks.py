@@ -61,13 +61,13 @@ def cases(t, device):
             cu = i(0, 7, 16)
             found |= {
                 "attention_flash_varlen": (
-                    (x(*heads), x(*kv), x(*kv), cu, cu.clone(), 0.1, 0, 0, True, None, x(*heads), f(2, 16)),
+                    (x(*heads), x(*kv), x(*kv), cu, cu.clone(), f(2), 0.1, 0, 0, True, None, x(*heads), f(2, 16)),
                     {},
                 ),
                 "attention_flash_paged": (
                     (
                         *(x(2, 2, 64), x(2, 8, 1, 64), x(2, 8, 1, 64), i(0, 1).view(2, 1), i(5, 8), i(0, 1, 2), 1),
-                        *(0.1, 0, 128, True, None, f(2 * 1 * 2 * 66), x(2, 2, 64)),
+                        *(f(2), 0.1, 0, 128, True, None, f(2 * 1 * 2 * 66), x(2, 2, 64)),
                     ),
                     {},
                 ),

@@ -109,10 +109,19 @@ void for_sizes(const Tensor& q, int64_t dv, F f) {
   q.scalar_type() == ScalarType::BFloat16 ? typed(__nv_bfloat16{}) : typed(__half{});
 }
 
-void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, double scale,
-                            int64_t window, int64_t segment, bool causal, std::optional<Tensor> wanted, Tensor out,
-                            Tensor lse) {
+const float* sinks_of(const std::optional<Tensor>& sinks, const Tensor& q) {
+  if (!sinks) return nullptr;
+  STD_TORCH_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() && sinks->numel() == q.size(1) &&
+                      sinks->is_cuda() && sinks->get_device_index() == q.get_device_index(),
+                  "sinks: expected contiguous float32 (", q.size(1), ",) on q's device");
+  return static_cast<const float*>(data(*sinks));
+}
+
+void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k,
+                            std::optional<Tensor> sinks, double scale, int64_t window, int64_t segment, bool causal,
+                            std::optional<Tensor> wanted, Tensor out, Tensor lse) {
   Args a = arguments(q, k, v, out, cu_seqlens, scale, window, segment, causal);
+  a.sinks = sinks_of(sinks, q);
   packed_keys(a, q, k, v, cu_seqlens, cu_seqlens_k, lse);
   if (wanted) a.wanted = ints(*wanted, "wanted", 1);
   if (a.tokens == 0 || a.sequences <= 0) return;
@@ -132,10 +141,11 @@ void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Ten
 }
 
 void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens,
-                           Tensor cu_seqlens_q, int64_t max_seqlen_q, double scale, int64_t window, int64_t segment,
-                           bool settled, std::optional<Tensor> wanted, std::optional<Tensor> partial, Tensor out) {
+                           Tensor cu_seqlens_q, int64_t max_seqlen_q, std::optional<Tensor> sinks, double scale,
+                           int64_t window, int64_t segment, bool settled, std::optional<Tensor> wanted,
+                           std::optional<Tensor> partial, Tensor out) {
   Args a = arguments(q, k_cache, v_cache, out, cu_seqlens_q, scale, window, segment, true);
-  a.settled = settled;
+  a.settled = settled, a.sinks = sinks_of(sinks, q);
   paged_keys(a, q, k_cache, v_cache, block_table, context_lens, partial);
   if (a.tokens == 0 || a.sequences <= 0) return;
   const DeviceGuard guard = on_device_of(q);

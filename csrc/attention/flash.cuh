@@ -9,7 +9,8 @@
 // - four partial sums, of the keys that are 2t and 2t + 1 modulo 8, take a block's probabilities one by one, ascending;
 // - the output is one fp32 accumulator over the keys of a block, 16 at a time, ascending, scaled down when the maximum
 //   rises; it and the partial sums begin anew at each segment;
-// - segments are joined from the last to the first (join).
+// - segments are joined from the last to the first (Join);
+// - a sink, a score of the head that has no value behind it, joins the sum last (Final).
 // Warps, tiles, pages, and how segments are dealt out have no part in it. Multiplications and additions are fused
 // where the source says so and nowhere else (the build sets --fmad=false).
 #pragma once
@@ -31,11 +32,13 @@ namespace vx::flash {
 // Keys of a block; half as many of wide heads, for shared memory to hold two blocks of keys and of values beside queries.
 __host__ __device__ constexpr int keys_of(int d) { return d > 192 ? 64 : 128; }
 constexpr float kLn2 = 0.693147182464599609375f;
+constexpr float kLog2E = 1.44269502162933349609375f;
 
 struct Args {
   const void *q, *k, *v;
   void* out;             // (tokens, Hq, DV)
   float* lse;            // (Hq, tokens), natural logarithm; null where nobody asks
+  const float* sinks;    // (Hq,) natural logits; null where there are none
   const int32_t* q_at;   // (sequences + 1,)
   const int32_t* k_at;   // packed: (sequences + 1,); paged: (sequences,) lengths
   const int32_t* table;  // paged: (sequences, .); null where keys are packed
@@ -224,6 +227,18 @@ struct Final {
     const bool some = l != 0.f && l == l;
     factor = reciprocal(some ? l : 1.f);
     lse = some ? __fmul_rn(__fmaf_rn(scale, m, log2_fast(l)), kLn2) : -INFINITY;
+  }
+  // sinks: those of all heads, or null
+  __device__ __forceinline__ Final(float m, float l, float scale, const float* sinks, int64_t head) : Final(m, l, scale) {
+    if (!sinks) return;
+    const float sink = sinks[head], score = __fmul_rn(sink, kLog2E);
+    if (l == 0.f) lse = sink;
+    if (l == 0.f || l != l) return;
+    const float peak = __fmul_rn(scale, m), high = fmaxf(peak, score);
+    const float kept = exp2_fast(__fsub_rn(peak, high));
+    const float total = __fmaf_rn(l, kept, exp2_fast(__fsub_rn(score, high)));
+    factor = __fmul_rn(kept, reciprocal(total));
+    lse = __fmul_rn(__fadd_rn(high, log2_fast(total)), kLn2);
   }
   // + 0: whether a row met blocks that it does not see, which turn -0 into 0, must not show
   static __device__ __forceinline__ float apply(float acc, float factor) { return __fmul_rn(__fadd_rn(acc, 0.f), factor); }

@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kDecodeThreads) decode_kernel(const Args a) {
         for (int j = 0; j < kTiles; ++j)
           *reinterpret_cast<float2*>(to + column + j * 8) = make_float2(out[j][2 * r], out[j][2 * r + 1]);
       } else {
-        const Final final(high[r], all[r], a.scale);
+        const Final final(high[r], all[r], a.scale, a.sinks, q_head);
         T* to = static_cast<T*>(a.out) + (int64_t(sight.token) * a.hk * a.group + q_head) * DV + column;
 #pragma unroll
         for (int j = 0; j < kTiles; ++j)
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(DV) join_kernel(const Args a) {
     }
     high = __shfl_sync(0xffffffffu, top, 31);
   }
-  const Final final(high, all, a.scale);
+  const Final final(high, all, a.scale, a.sinks, q_head);
   if (sight.token >= 0) static_cast<T*>(a.out)[(int64_t(sight.token) * heads + q_head) * DV + column] = T(final(out));
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if (a.ready) sm90::wait_for_kernel_before();  // this kernel's end stands for that one's too

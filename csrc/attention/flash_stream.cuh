@@ -507,7 +507,10 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
     } else {
       float factors[R], factor[2];
 #pragma unroll
-      for (int r = 0; r < R; ++r) factors[r] = Final(high[r], all[r], a.scale).factor;
+      for (int r = 0; r < R; ++r) {
+        const int row = min(row0 + g + 8 * r, a.group - 1);
+        factors[r] = Final(high[r], all[r], a.scale, a.sinks, it.head * a.group + row).factor;
+      }
       out.spread(factors, factor);
       out.each([&](float& x, int row) { x = Final::apply(x, factor[row]); });
       T* const to = static_cast<T*>(a.out) + (int64_t(it.token) * a.hk * a.group + it.head * a.group) * DV;

@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     for (int r = 0; r < 2; ++r) {
       const float top = SEGMENTS ? high[r] : m[r], total = SEGMENTS ? all[r] : quad_sum(l[r]);
       if (!live[r]) continue;
-      const Final final(top, total, a.scale);
+      const Final final(top, total, a.scale, a.sinks, q_head[r]);
       T* to = static_cast<T*>(a.out) + (int64_t(token[r]) * a.hk * a.group + q_head[r]) * DV + t * 2;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {

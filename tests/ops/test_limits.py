@@ -25,7 +25,7 @@ def attention_cases(dims, options):
         for i, d in enumerate(dims):
             for j, (dtype_name, dtype) in enumerate(FLOATS.items()):
                 for k, (option, given) in enumerate(options.items()):
-                    by_triton = backend == "triton" or "softcap" in given or "sinks" in given
+                    by_triton = backend == "triton" or "softcap" in given
                     if device == "cuda" and by_triton and (i + j) % len(options) != k:
                         continue
                     name = f"{place.id}-{dtype_name}-d{d[0]}x{d[1]}-{option}"

@@ -53,6 +53,8 @@ def test_windows_and_latent_heads():
         sliding_window=40, **SMALL,
     )  # fmt: skip
     assert needs_of(gemma).attention == (Heads(4, 2, 16, 16, (None, 40)),)
+    (sinks,) = needs_of(config_of("gpt_oss")).attention
+    assert sinks.sinks and None in sinks.windows and len(sinks.windows) == 2
     latent = DeepseekV3Config(
         hidden_size=64, intermediate_size=96, moe_intermediate_size=48, n_routed_experts=8, num_experts_per_tok=2,
         num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
@@ -146,7 +148,7 @@ def test_decode_and_training_are_asked_for(asked, capsys):
     assert drawn == [(64, rows, torch.device("cuda")) for rows in (16, 20)], "one number of rows for each class"
     (attention,) = [(args, options) for room, args, options in asked if room == "attention"]
     assert attention[0] == (4, 2, 16, 16, torch.bfloat16, torch.device("cuda"))
-    assert attention[1] == {"windows": (None,), "segment": 256, "page": 16, "training": True}
+    assert attention[1] == {"windows": (None,), "segment": 256, "page": 16, "training": True, "sinks": False}
     mixtures = [(args[:5], options["training"]) for room, args, options in asked if room == "moe"]
     shape = (8, 64, 48, 3)
     assert ((*shape, 100), True) in mixtures and {args[4] for args, training in mixtures if not training} == {

@@ -45,7 +45,7 @@ def flash(q: Tensor, v: Tensor, sinks: Tensor | None, scale: float, softcap: flo
     return (
         q.element_size() == 2
         and _head_dims(q, v, causal) in HEAD_DIMS
-        and sinks is None
+        and (sinks is None or q.shape[-1] != LATENT)
         and softcap is None
         and scale > 0
         and gpu.sm90(q.device)
@@ -95,7 +95,7 @@ def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, caus
     q, k, v = (_aligned(x) for x in (*_widened(wide[0], q, k), *_widened(wide[1], v)))
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    numbers = scale, causal, window, kv_segment
+    numbers = scale, causal, window, kv_segment, sinks
     if kernel == FLASH_LATENT:
         offsets_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
         numbers = scale, window or 0, kv_segment or 0, causal, _room_to_join(q, kv_segment)
@@ -107,10 +107,10 @@ def varlen_fwd(q, k, v, cu_seqlens, cu_seqlens_k, max_seqlen, sinks, scale, caus
     return out if width == wide[1] else out[..., :width].contiguous(), lse.view(lse.shape[::-1])
 
 
-def _fast_varlen(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, out, lse) -> Tensor:
+def _fast_varlen(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, sinks, out, lse) -> Tensor:
     """flash-attn-4's kernel, and ours where it met what is not finite; it is not 0 in what is returned then."""
     at, at_k, nonfinite = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
-    numbers = scale, causal, window, segment, out, lse, nonfinite
+    numbers = scale, causal, window, segment, sinks, out, lse, nonfinite
     with torch.cuda.device(q.device):
         _cute().forward(q, k, v, at, at_k, *numbers)
     ours(q, k, v, at, at_k, *numbers)  # does nothing but where a value is not finite
@@ -133,10 +133,10 @@ def _room_to_join(q: Tensor, segment: int | None) -> Tensor | None:
     return torch.empty(gpu.multiprocessors(q.device) * 64 * 512, dtype=torch.float32, device=q.device)
 
 
-def ours(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, out, lse, wanted=None) -> None:
+def ours(q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, window, segment, sinks, out, lse, wanted=None) -> None:
     """Our kernel: writes out (T, Hq, Dv) and lse (Hq, T), unless wanted (1,) int32 holds 0."""
     options = scale, window or 0, segment or 0, causal
-    native.ops().attention_flash_varlen(q, k, v, cu_seqlens, cu_seqlens_k, *options, wanted, out, lse)
+    native.ops().attention_flash_varlen(q, k, v, cu_seqlens, cu_seqlens_k, sinks, *options, wanted, out, lse)
 
 
 def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, causal, window, softcap):
@@ -151,8 +151,15 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
         with torch.cuda.device(q.device):
             at, at_k, _ = _plan(cu_seqlens, cu_seqlens_k, q.shape[0], k.shape[0])
             grads = _cute().backward(dout, q, k, v, out, lse, at, at_k, scale, causal, window)
-        return *(x if x.shape[2] == n else x[..., :n].contiguous() for x, n in zip(grads, widths)), None
-    return triton.varlen_bwd(dout, q, k, v, out, (lse * _LOG2_E).t().contiguous(), *args)
+        grads = (x if x.shape[2] == n else x[..., :n].contiguous() for x, n in zip(grads, widths))
+        # a sink is in lse, and so in every probability; it has no value, whose gradient would know of it
+        return *grads, None if sinks is None else triton.sinks_bwd(dout, out, _base_2(lse), sinks)
+    return triton.varlen_bwd(dout, q, k, v, out, _base_2(lse), *args)
+
+
+def _base_2(lse: Tensor) -> Tensor:
+    """(Hq, T) in natural logarithms, as the Triton kernels have it."""
+    return (lse * _LOG2_E).t().contiguous()
 
 
 def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, sinks, *options):
@@ -177,32 +184,34 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
         return out
     if kernel == FLASH_ATTN:
         nonfinite = _fast_prefill(
-            q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, kv_segment, out
+            q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, kv_segment, sinks, out
         )
     # single queries; with nonfinite, the others only where a value is not finite
-    ours_paged(q, k_cache, v_cache, *step, scale, window, kv_segment, out, partial, nonfinite, settled)
+    ours_paged(q, k_cache, v_cache, *step, scale, window, kv_segment, sinks, out, partial, nonfinite, settled)
     return out
 
 
-def _fast_prefill(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, segment, out) -> Tensor:
+def _fast_prefill(
+    q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, segment, sinks, out
+) -> Tensor:  # fmt: skip
     """All but single queries, into out; not 0 in what it returns where a value that is not finite may have spread."""
     count, capacity = len(context_lens), block_table.shape[1] * k_cache.shape[1]
     plan = torch.empty(4 + 3 * count, dtype=torch.int32, device=q.device)
     native.ops().attention_paged_plan(cu_seqlens_q, context_lens, q.shape[0], capacity, plan)
     nonfinite, *step = plan[:1], *plan[4:].view(3, count)
     with torch.cuda.device(q.device):
-        _cute().paged_forward(q, k_cache, v_cache, *step, block_table, scale, window, segment, out, nonfinite)
+        _cute().paged_forward(q, k_cache, v_cache, *step, block_table, scale, window, segment, sinks, out, nonfinite)
     return nonfinite
 
 
 def ours_paged(
-    q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, scale, window, segment, out,
+    q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, scale, window, segment, sinks, out,
     partial=None, wanted=None, settled=False,
 ) -> None:  # fmt: skip
     """Our kernels: write out (T, Hq, Dv); rows of sequences with more queries than one only where wanted (1,) int32, if
     it is there, does not hold 0. settled: as attention_paged is asked."""
     step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
-    numbers = scale, window or 0, segment or 0, settled
+    numbers = sinks, scale, window or 0, segment or 0, settled
     native.ops().attention_flash_paged(q, k_cache, v_cache, *step, *numbers, wanted, partial, out)
 
 
@@ -238,11 +247,12 @@ class Shape(NamedTuple):
     d: int
     dv: int
     seen: str  # "full", "causal" or "window"
+    sinks: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> "Shape":
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, sinks: bool) -> "Shape":
         seen = "window" if window is not None else "causal" if causal else "full"
-        return cls(q.shape[1] // k.shape[-2], *_head_dims(q, v, causal), seen)
+        return cls(q.shape[1] // k.shape[-2], *_head_dims(q, v, causal), seen, sinks)
 
     @property
     def causal(self) -> bool:
@@ -281,7 +291,7 @@ class Call(NamedTuple):
     @classmethod
     def forward(cls, q, k, v, max_seqlen, sinks, scale, causal, window, softcap, kv_segment, **_) -> "Call":
         ours, long = flash(q, v, sinks, scale, softcap, causal), _is_long(q, max_seqlen) and k.shape[0] > 0
-        shape = Shape.of(q, k, v, causal, window) if ours and long else None
+        shape = Shape.of(q, k, v, causal, window, sinks is not None) if ours and long else None
         return cls("forward", q.device, q.dtype, ours, q.shape[2] == LATENT, shape, long, kv_segment)
 
     @classmethod
@@ -292,13 +302,14 @@ class Call(NamedTuple):
         pages, page = k_cache.shape[:2]
         long = max_seqlen_q >= LONG_CHUNK and _is_long(q, block_table.shape[1] * page) and pages > 0
         if long and ours:
-            shape = Shape.of(q, k_cache, v_cache, True, window)
+            shape = Shape.of(q, k_cache, v_cache, True, window, sinks is not None)
             long = block_table.stride(1) == 1 and _pages_fit(shape, page)
         return cls("paged", q.device, q.dtype, ours, latent, shape, long, kv_segment, page)
 
     @classmethod
     def backward(cls, q, k, v, sinks, scale, causal, window, softcap, **_) -> "Call":
-        ours, shape = flash(q, v, sinks, scale, softcap, causal), Shape.of(q, k, v, causal, window)
+        ours = flash(q, v, sinks, scale, softcap, causal)
+        shape = Shape.of(q, k, v, causal, window, sinks is not None)
         return cls("backward", q.device, q.dtype, ours, q.shape[2] == LATENT, shape)
 
 
@@ -345,7 +356,7 @@ def _fast_backward(call: Call) -> bool:
 
 def _key(what: str, dtype: torch.dtype, shape: Shape, more: str = "") -> str:
     name = f"attention_{what} {str(dtype).removeprefix('torch.')} Hq/Hk={shape.group} D={shape.d},{shape.dv}"
-    return f"{name} {shape.seen} {more}".rstrip()
+    return f"{name} {shape.seen}{' sinks' * shape.sinks} {more}".rstrip()
 
 
 def _source() -> str:
@@ -355,10 +366,10 @@ def _source() -> str:
 @decided
 def _forward(device: torch.device, dtype: torch.dtype, shape: Shape, segment: int | None) -> Proposal:
     def run(kernel):
-        def call(q, k, v, cu, finite):
+        def call(q, k, v, cu, sinks, finite):
             out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
             lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-            met = kernel(q, k, v, cu, cu, shape.scale, shape.causal, shape.window, segment, out, lse)
+            met = kernel(q, k, v, cu, cu, shape.scale, shape.causal, shape.window, segment, sinks, out, lse)
             if finite and met is not None and met.item():
                 raise RuntimeError("it met what is not finite where all is")
             return out, lse
@@ -376,9 +387,23 @@ def _forward(device: torch.device, dtype: torch.dtype, shape: Shape, segment: in
 
 def _forward_cases(device, dtype, shape: Shape, segment: int | None) -> list[tuple]:
     return [
-        (*_inputs(device, dtype, shape, lengths, special), offsets(lengths, device), special != "all")
+        (
+            *_inputs(device, dtype, shape, lengths, special), offsets(lengths, device),
+            _sinks(device, shape, special == "all"), special != "all",
+        )
         for lengths, special in _lengths(segment)
-    ]
+    ]  # fmt: skip
+
+
+def _sinks(device: torch.device, shape: Shape, special: bool) -> Tensor | None:
+    """Of two heads of keys: below, about and far above the scores; special: with such as are not finite."""
+    if not shape.sinks:
+        return None
+    sinks = torch.linspace(-3, 40, 2 * shape.group, dtype=torch.float32, device=device)
+    if special:
+        for i, value in enumerate((-torch.inf, torch.nan, torch.inf)):
+            sinks[i % len(sinks)] = value
+    return sinks
 
 
 def _lengths(segment: int | None) -> list[tuple[list[int], str]]:
@@ -421,9 +446,9 @@ def _sparsely_special(x: Tensor, seed: int) -> Tensor:
 @decided
 def _paged(device: torch.device, dtype: torch.dtype, shape: Shape, segment: int | None, page: int) -> Proposal:
     def run(fast):
-        def call(q, k, v, table, lens, cu, finite):
+        def call(q, k, v, table, lens, cu, sinks, finite):
             out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype, device=q.device)
-            options = shape.scale, shape.window, segment
+            options = shape.scale, shape.window, segment, sinks
             nonfinite = _fast_prefill(q, k, v, table, lens, cu, *options, out) if fast else None
             if finite and nonfinite is not None and nonfinite.item():
                 raise RuntimeError("it met what is not finite where all is")
@@ -455,7 +480,8 @@ def _paged_cases(device, dtype, shape: Shape, segment: int | None, page: int) ->
         pages.put(k, v)
         lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         caches = pages.k_cache, pages.v_cache, pages.block_table
-        cases.append((q[torch.cat(rows)], *caches, lens, offsets(counts, device), special != "all"))
+        sinks = _sinks(device, shape, special == "all")
+        cases.append((q[torch.cat(rows)], *caches, lens, offsets(counts, device), sinks, special != "all"))
     return cases
 
 
@@ -470,7 +496,7 @@ def _backward(device: torch.device, dtype: torch.dtype, shape: Shape) -> Proposa
         cu = offsets(lengths, q.device)
         out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        ours(q, k, v, cu, cu, shape.scale, shape.causal, shape.window, None, out, lse)
+        ours(q, k, v, cu, cu, shape.scale, shape.causal, shape.window, None, _sinks(q.device, shape, False), out, lse)
         weight = torch.cos(torch.arange(out[0].numel(), dtype=torch.float32, device=q.device)).view(out.shape[1:])
         options = shape.scale, shape.causal, shape.window
         return (weight.to(q.dtype).expand_as(out).contiguous(), q, k, v, out), lse, (cu, cu), options
@@ -521,6 +547,7 @@ def _backward_cases(device, dtype, shape: Shape) -> list[tuple]:
 def admit(
     heads: int, heads_k: int, d: int, dv: int, dtype: torch.dtype, device: torch.device, *, causal: bool = True,
     windows: Sequence[int | None] = (None,), segment: int | None = None, page: int | None = 16, training: bool = False,
+    sinks: bool = False,
 ) -> list[Decision]:  # fmt: skip
     """Verify ahead of time what layers of these heads need: training's forward, chunks in pages of this size (None:
     there are none), and gradients."""
@@ -528,8 +555,8 @@ def admit(
     q, k, v = (torch.empty(1, *s, dtype=dtype, device=device) for s in ((heads, d), (heads_k, d), (heads_k, dv)))
     found = []
     for window in windows:
-        shape = Shape.of(q, k, v, causal, window)
-        ours = flash(q, v, None, d**-0.5, None, causal)
+        shape = Shape.of(q, k, v, causal, window, sinks)
+        ours = flash(q, v, q if sinks else None, d**-0.5, None, causal)
         call = Call("forward", device, dtype, ours, d == LATENT, shape, segment=segment)
         found.append(route(call))
         if page is not None and _pages_fit(shape, page):

@@ -22,9 +22,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 import torch
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.pipeline import PipelineUserType
 from flash_attn.cute import utils
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned, to_cute_aux_tensor, to_cute_tensor
@@ -38,12 +36,14 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
-from . import cute_backward, cute_objects, triton_prepare
+from . import cute_arithmetic, cute_backward, cute_objects, triton_prepare
+from .cute_arithmetic import add, come_after, fma, mul
 from .op import flash_keys
 
 VERSION = "4.0.0b36"  # whose source this file was written against
 WIDE = 256  # heads of which flash-attn-4 takes blocks of 80 keys, which no page divides, but for windows
 _LN_2 = 0.69314718
+_LOG2_E = 1.44269502
 _SHARED_BYTES = 226 * 1024  # of a block
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 
@@ -59,60 +59,21 @@ def unavailable() -> str | None:
 def versions() -> str:
     """What a verdict on these kernels holds for."""
     parts = [f"{name} {importlib.metadata.version(name)}" for name in cute_objects.STACK]
-    files = __file__, cute_backward.__file__, triton_prepare.__file__
+    files = __file__, cute_arithmetic.__file__, cute_backward.__file__, triton_prepare.__file__
     sources = b"".join(Path(module).read_bytes() for module in files)
     return ", ".join([*parts, "sha256 " + hashlib.sha256(sources).hexdigest()[:12]])
 
 
-def _asm(text: str, *values):
-    operands = [Float32(v).ir_value() for v in values]
-    constraints = ",".join(["=f", *["f"] * len(operands)])
-    dialect = llvm.AsmDialect.AD_ATT
-    return Float32(
-        llvm.inline_asm(
-            T.f32(), operands, text, constraints, has_side_effects=False, is_align_stack=False, asm_dialect=dialect
-        )
-    )
-
-
-# Spelled out, so that no compiler chooses what is fused.
-@dsl_user_op
-def _fma(a, b, c, *, loc=None, ip=None):
-    return _asm("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
-
-
-@dsl_user_op
-def _mul(a, b, *, loc=None, ip=None):
-    return _asm("mul.rn.f32 $0, $1, $2;", a, b)
-
-
-@dsl_user_op
-def _add(a, b, *, loc=None, ip=None):
-    return _asm("add.rn.f32 $0, $1, $2;", a, b)
-
-
-@dsl_user_op
-def _come_after(a, b, *, loc=None, ip=None):
-    """What stands behind this waits for a and b, which are not negative. The assembler would pull a wait for a product
-    of matrices ahead of the arithmetic that is to run beside it; it leaves a branch where it is."""
-    llvm.inline_asm(
-        None,
-        [Float32(a).ir_value(), Float32(b).ir_value()],
-        "{ .reg .pred p, q; setp.lt.f32 p, $0, 0f00000000; setp.lt.or.f32 q, $1, 0f00000000, p; "
-        "vote.sync.any.pred p, q, 0xffffffff; @p trap; }",
-        "f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-
-
 class Forward(FlashAttentionForwardSm90):
-    """The forward on packed sequences; segment_blocks: blocks of keys in a segment, None for one segment."""
+    """The forward on packed sequences.
 
-    def __init__(self, *args, segment_blocks: int | None, **kwargs):
+    segment_blocks  blocks of keys in a segment, None for one segment
+    sinks           whether heads have some: the second of the aux tensors
+    """
+
+    def __init__(self, *args, segment_blocks: int | None, sinks: bool, **kwargs):
         super().__init__(*args, **kwargs)
-        self.segment_blocks = segment_blocks
+        self.segment_blocks, self.sinks = segment_blocks, sinks
         self.beside = self.tile_n * 3 // 16 - 1  # of a row's probabilities in a thread: the last there before a wait
         if not self.intra_wg_overlap or self.score_mod is not None or self.mask_mod is not None:
             raise AssertionError("a case that the loop below does not know")
@@ -152,7 +113,7 @@ class Forward(FlashAttentionForwardSm90):
             mask_fn(acc_S=scores, n_block=n_block)
         kept = softmax.online_softmax(scores, check_inf=check_inf)
         rows = layout_utils.reshape_acc_to_mn(scores)
-        _come_after(rows[0, self.beside], rows[1, self.beside])
+        come_after(rows[0, self.beside], rows[1, self.beside])
         warpgroup.wait_group(0)
         pipeline_v.consumer_release(before)
         wide = layout_utils.reshape_acc_to_frgA(scores)
@@ -291,15 +252,15 @@ class Forward(FlashAttentionForwardSm90):
                     for r in cutlass.range_constexpr(rows):
                         top = utils.fmax(high[r], softmax.row_max[r])
                         base = 0.0 if top == -Float32.inf else top
-                        before[r] = cute.math.exp2(_mul(_add(high[r], -base), softmax_scale_log2), fastmath=True)
+                        before[r] = cute.math.exp2(mul(add(high[r], -base), softmax_scale_log2), fastmath=True)
                         after[r] = cute.math.exp2(
-                            _mul(_add(softmax.row_max[r], -base), softmax_scale_log2), fastmath=True
+                            mul(add(softmax.row_max[r], -base), softmax_scale_log2), fastmath=True
                         )
                         high[r] = top
-                        total[r] = _fma(total[r], before[r], _mul(softmax.row_sum[r], after[r]))
+                        total[r] = fma(total[r], before[r], mul(softmax.row_sum[r], after[r]))
                     for i in cutlass.range_constexpr(cute.size(acc)):
                         r = const_expr(row_of[i])
-                        acc[i] = _fma(joined[i], before[r], _mul(acc[i], after[r]))
+                        acc[i] = fma(joined[i], before[r], mul(acc[i], after[r]))
                         joined[i] = acc[i]
             pipeline_q.consumer_release_w_index(0)
 
@@ -307,18 +268,34 @@ class Forward(FlashAttentionForwardSm90):
                 softmax.row_max.store(high.load())
                 softmax.row_sum.store(total.load())
             acc_rows = layout_utils.reshape_acc_to_mn(acc)
+            if const_expr(self.sinks and self.pack_gqa):
+                places = cute.make_identity_tensor((self.tile_m, self.tile_n))
+                own_rows = layout_utils.reshape_acc_to_mn(thr_mma_qk.partition_C(places))
             probe = Float32(0.0)
             for r in cutlass.range_constexpr(rows):
                 norm = softmax.row_sum[r]
                 none = norm == 0.0 or norm != norm
                 factor = cute.arch.rcp_approx(norm if not none else 1.0)
+                log = cute.math.log2(norm, fastmath=True)
+                lse = mul(fma(softmax_scale_log2, softmax.row_max[r], log), _LN_2)
+                softmax.row_sum[r] = lse if not none else -Float32.inf
+                if const_expr(self.sinks):  # order: the sink joins last
+                    head = head_idx
+                    if const_expr(self.pack_gqa):
+                        row = m_block * self.tile_m + own_rows[r][0]
+                        head = row % self.qhead_per_kvhead + head_idx * self.qhead_per_kvhead
+                    sink = aux_data.tensors[1][head]
+                    score, peak = mul(sink, _LOG2_E), mul(softmax_scale_log2, softmax.row_max[r])
+                    top = utils.fmax(peak, score)
+                    kept = cute.math.exp2(add(peak, -top), fastmath=True)
+                    whole = fma(norm, kept, cute.math.exp2(add(score, -top), fastmath=True))
+                    factor = mul(kept, cute.arch.rcp_approx(whole)) if not none else factor
+                    joined_lse = mul(add(top, cute.math.log2(whole, fastmath=True)), _LN_2)
+                    softmax.row_sum[r] = joined_lse if not none else sink if norm == 0.0 else -Float32.inf
                 for c in cutlass.range_constexpr(cute.size(acc_rows, mode=[1])):
                     # + 0: whether a row met blocks that it does not see, which turn -0 into 0, must not show
-                    acc_rows[r, c] = _mul(_add(acc_rows[r, c], 0.0), factor)
+                    acc_rows[r, c] = mul(add(acc_rows[r, c], 0.0), factor)
                     probe += acc_rows[r, c]
-                log = cute.math.log2(norm, fastmath=True)
-                lse = _mul(_fma(softmax_scale_log2, softmax.row_max[r], log), _LN_2)
-                softmax.row_sum[r] = lse if not none else -Float32.inf
             if probe != probe:
                 aux_data.tensors[0][0] = Int32(1)
             self.epilogue(
@@ -491,12 +468,22 @@ class PagedForward(Forward):
         pipeline.producer_commit(state)
 
 
+_SINKS = ("sinks",)  # in a kernel's key
+
+
+def _aux(nonfinite: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+    return (nonfinite,) if sinks is None else (nonfinite, sinks)
+
+
 def _reach(window: int | None) -> tuple[int | None, int | None]:
     """A window as the keys seen before a query's place and behind it."""
     return (None, None) if window is None else (min(window - 1, 1 << 30), 0)
 
 
-def _kernel(make, q: Tensor, heads_k: int, dv: int, causal: bool, window: int | None, segment: int | None, **more):
+def _kernel(
+    make, q: Tensor, heads_k: int, dv: int, causal: bool, window: int | None, segment: int | None, sinks: Tensor | None,
+    **more,
+):  # fmt: skip
     heads, d = q.shape[1], q.shape[2]
     config, keys = _tile_size_fwd_sm90(d, dv, causal and window is None, window is not None), flash_keys(d)
     if config.n_block_size != keys and d != WIDE:
@@ -505,73 +492,76 @@ def _kernel(make, q: Tensor, heads_k: int, dv: int, causal: bool, window: int | 
         _DTYPES[q.dtype], d, dv, heads // heads_k, is_causal=causal and window is None, is_local=window is not None,
         pack_gqa=heads > heads_k, tile_m=config.m_block_size, tile_n=keys, num_stages=2,
         num_threads=384, Q_in_regs=False, intra_wg_overlap=config.intra_wg_overlap, mma_pv_is_rs=config.mma_pv_is_rs,
-        has_aux_tensors=True, segment_blocks=None if segment is None else segment // keys, **more,
+        has_aux_tensors=True, segment_blocks=None if segment is None else segment // keys, sinks=sinks is not None,
+        **more,
     )  # fmt: skip
 
 
 def _compile(
-    q: Tensor, k: Tensor, v: Tensor, offsets: tuple, out: Tensor, lse: Tensor, nonfinite: Tensor, options: tuple
+    q: Tensor, k: Tensor, v: Tensor, offsets: tuple, out: Tensor, lse: Tensor, aux: tuple[Tensor, ...], options: tuple
 ):
-    causal, window, segment = options
-    kernel = _kernel(Forward, q, k.shape[1], v.shape[2], causal, window, segment)
+    causal, window, segment, sinks = options
+    kernel = _kernel(Forward, q, k.shape[1], v.shape[2], causal, window, segment, sinks)
     tensors = [to_cute_tensor(t) for t in (q, k, v, out)]
     offsets = [to_cute_tensor(t, assumed_align=4, leading_dim=0) for t in offsets]
     reach = _reach(window)
     return cute.compile(
         kernel, *tensors, to_cute_tensor(lse, assumed_align=4), 1.0, *offsets, None, None, None, *reach, None, None,
-        AuxData((to_cute_aux_tensor(nonfinite),), None), None, None,
+        AuxData(tuple(to_cute_aux_tensor(t) for t in aux), None), None, None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool,
-    window: int | None, segment: int | None, out: Tensor, lse: Tensor, nonfinite: Tensor,
+    window: int | None, segment: int | None, sinks: Tensor | None, out: Tensor, lse: Tensor, nonfinite: Tensor,
 ) -> None:  # fmt: skip
-    """Writes out (T, Hq, Dv), lse (Hq, T) and, where some output is NaN, 1 into nonfinite (1,) int32, which holds 0."""
-    group = q.shape[1] // k.shape[1]
-    key = q.dtype, group, q.shape[2], v.shape[2], causal, window is None, segment
+    """Writes out (T, Hq, Dv), lse (Hq, T) and, where some output is NaN, 1 into nonfinite (1,) int32, which holds 0.
+    sinks: (Hq,) float32, or None."""
+    group, aux = q.shape[1] // k.shape[1], _aux(nonfinite, sinks)
+    key = q.dtype, group, q.shape[2], v.shape[2], causal, window is None, segment, *_SINKS[: len(aux) - 1]
 
     def make():
-        return _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, nonfinite, (causal, window, segment))
+        return _compile(q, k, v, (cu_seqlens, cu_seqlens_k), out, lse, aux, (causal, window, segment, sinks))
 
     kernel = cute_objects.kernel("forward", q.device, key, make, versions)
     reach = _reach(window)
     offsets = cu_seqlens, cu_seqlens_k
     kernel(
-        q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData((nonfinite,), None),
-        None, None,
+        q, k, v, out, lse, scale, *offsets, None, None, None, *reach, None, None, AuxData(aux, None), None, None,
     )  # fmt: skip
 
 
-def _compile_paged(q: Tensor, k: Tensor, v: Tensor, step: tuple, out: Tensor, nonfinite: Tensor, options: tuple):
-    window, segment = options
-    kernel = _kernel(PagedForward, q, k.shape[2], v.shape[3], True, window, segment, page_size=k.shape[1])
+def _compile_paged(q: Tensor, k: Tensor, v: Tensor, step: tuple, out: Tensor, aux: tuple[Tensor, ...], options: tuple):
+    window, segment, sinks = options
+    kernel = _kernel(PagedForward, q, k.shape[2], v.shape[3], True, window, segment, sinks, page_size=k.shape[1])
     at, used_q, used_k, table = step
     vectors = [to_cute_tensor(t, assumed_align=4, leading_dim=0) for t in (at, used_q, used_k)]
     return cute.compile(
         kernel, *[to_cute_tensor(t) for t in (q, k, v, out)], 1.0, *vectors,
         to_cute_tensor(table, assumed_align=4, leading_dim=1), *_reach(window),
-        AuxData((to_cute_aux_tensor(nonfinite),), None), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        AuxData(tuple(to_cute_aux_tensor(t) for t in aux), None),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",
     )  # fmt: skip
 
 
 def paged_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, at: Tensor, used_q: Tensor, used_k: Tensor, block_table: Tensor,
-    scale: float, window: int | None, segment: int | None, out: Tensor, nonfinite: Tensor,
+    scale: float, window: int | None, segment: int | None, sinks: Tensor | None, out: Tensor, nonfinite: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the rows of out (T, Hq, Dv) from at[b] to at[b] + used_q[b], the last queries of used_k[b] keys;
+    """Writes the rows of out (T, Hq, Dv) from at[b] to at[b] + used_q[b], the last queries of used_k[b] keys; sinks and
     nonfinite as in `forward`."""
-    group = q.shape[1] // k_cache.shape[2]
-    key = q.dtype, group, q.shape[2], v_cache.shape[3], window is None, segment, k_cache.shape[1]
+    group, aux = q.shape[1] // k_cache.shape[2], _aux(nonfinite, sinks)
+    page = k_cache.shape[1]
+    key = q.dtype, group, q.shape[2], v_cache.shape[3], window is None, segment, page, *_SINKS[: len(aux) - 1]
     step = at, used_q, used_k, block_table
 
     def make():
-        return _compile_paged(q, k_cache, v_cache, step, out, nonfinite, (window, segment))
+        return _compile_paged(q, k_cache, v_cache, step, out, aux, (window, segment, sinks))
 
     kernel = cute_objects.kernel("paged", q.device, key, make, versions)
-    kernel(q, k_cache, v_cache, out, scale, *step, *_reach(window), AuxData((nonfinite,), None))
+    kernel(q, k_cache, v_cache, out, scale, *step, *_reach(window), AuxData(aux, None))
 
 
 def backward(

@@ -56,11 +56,11 @@ def attention_varlen(
                   options. A score is one fp32 accumulator over D ascending, then scale, then softcap; keys go in
                   blocks cut from the start of their sequence (online softmax, fp32): blocks of 64 ascending, and
                   segments likewise; with backend "cuda" (the default on a GPU) 16-bit inputs with head dims 64, 96,
-                  128, 192/128, 256 or 576/512, no softcap and no sinks, on SM90, take flash-attn-4's order: blocks of
-                  128 (of 64 with 256 and 576/512) and segments, both descending; so do 72 and 80 (of image encoders)
-                  with causal=False, as 96 with columns of zeros. A key that is not seen has no influence, NaN or
-                  not. Equal to attention_paged wherever the same keys are seen. backend="cuda" and "triton" differ in
-                  bits
+                  128, 192/128, 256 or 576/512 (which has no sinks) and no softcap, on SM90, take flash-attn-4's order:
+                  blocks of 128 (of 64 with 256 and 576/512) and segments, both descending, a sink last; so do 72 and
+                  80 (of image encoders) with causal=False, as 96 with columns of zeros. A key that is not seen has no
+                  influence, NaN or not. Equal to attention_paged wherever the same keys are seen. backend="cuda" and
+                  "triton" differ in bits
     grad          q, k, v as bits of their own sequence: dq sums keys ascending; dk and dv sum queries ascending, then
                   the heads of the group; sinks sum tokens ascending, repeatable for one fixed batch. kv_segment does
                   not change how gradients are summed. Memory is O(T): scores are recomputed. In the cases of

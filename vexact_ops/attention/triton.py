@@ -675,10 +675,7 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     with on(q):
         if rows:
-            height = max(1, 4096 // constants["DVP"])
-            _delta_kernel[(cdiv(rows, height),)](
-                out, dout, delta, rows, DV=dv, DVP=constants["DVP"], ROWS=height, num_warps=4, **OPTIONS
-            )
+            _delta(dout, out, delta)
             tiles = _tiles(tokens, group, tile, sequences)
             nonfinite_tiles = torch.empty(tiles * hk, dtype=torch.int8, device=q.device)
             for careful in (False, True):
@@ -695,9 +692,33 @@ def varlen_bwd(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, sinks, scale, 
                     CAREFUL=careful, **common,
                 )  # fmt: skip
         if sinks is not None and rows:
-            parts = torch.empty_like(lse)
-            _dsinks_kernel[(cdiv(rows, 1024),)](
-                sinks, lse, delta, parts, rows, HEADS=heads, BLOCK=1024, BASE_2=base_2, num_warps=4, **OPTIONS
-            )
-            dsinks = sum_rows(parts, torch.float32)
+            dsinks = _dsinks(sinks, lse, delta, base_2)
     return dq, dk, dv_out, dsinks
+
+
+def _dsinks(sinks: Tensor, lse: Tensor, delta: Tensor, base_2: bool) -> Tensor:
+    """From lse and delta (T, Hq)."""
+    rows, parts = lse.numel(), torch.empty_like(lse)
+    _dsinks_kernel[(cdiv(rows, 1024),)](
+        sinks, lse, delta, parts, rows, HEADS=len(sinks), BLOCK=1024, BASE_2=base_2, num_warps=4, **OPTIONS
+    )
+    return sum_rows(parts, torch.float32)
+
+
+def _delta(dout: Tensor, out: Tensor, delta: Tensor) -> None:
+    dv = out.shape[2]
+    width = block(dv, "attention: head dim")
+    height = max(1, 4096 // width)
+    _delta_kernel[(cdiv(delta.numel(), height),)](
+        out, dout, delta, delta.numel(), DV=dv, DVP=width, ROWS=height, num_warps=4, **OPTIONS
+    )
+
+
+def sinks_bwd(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """(Hq,) float32: what varlen_bwd gives for them; lse (T, Hq), in base 2."""
+    if not lse.numel():
+        return torch.zeros_like(sinks)
+    with on(dout):
+        delta = torch.empty_like(lse)
+        _delta(dout, out, delta)
+        return _dsinks(sinks, lse, delta, base_2=True)

@@ -28,7 +28,7 @@ from .report import table
 from .state import Patch
 from .trace import Value, hidden_states, values_of
 
-WINDOW = 9  # its place among attention_varlen's arguments
+SINKS, WINDOW = 6, 9  # their places among attention_varlen's arguments
 RESIDUAL, GEMMA = 2, 4  # their places among rmsnorm's
 
 
@@ -65,6 +65,7 @@ class Heads:
     d: int
     dv: int
     windows: tuple[int | None, ...] = (None,)
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,11 @@ def _needs(patch: Patch, joined: bool) -> Needs:
             mixtures[Mixture(experts, hidden, inner, others[2 if biased else 0][1], biased)] = None
         elif call.op == "attention_varlen":
             (_, count, d), (_, kept, _), (_, _, dv) = call.inputs[:3]
-            heads.setdefault((count, kept, d, dv), set()).add(call.args[WINDOW])
-    attention = (Heads(*shape, tuple(sorted(windows, key=lambda w: w or 0))) for shape, windows in heads.items())
+            kind = (count, kept, d, dv), call.args[SINKS] is not None
+            heads.setdefault(kind, set()).add(call.args[WINDOW])
+    attention = (
+        Heads(*shape, tuple(sorted(windows, key=lambda w: w or 0)), sinks) for (shape, sinks), windows in heads.items()
+    )
     norms = dict.fromkeys(
         (call.inputs[0][-1], bool(call.args[GEMMA]), call.args[RESIDUAL] is not None)
         for call in calls
@@ -271,6 +275,7 @@ def _jobs(
     classes = sorted({linear.class_of(count) for count in rows})
     for heads in needs.attention:
         options = {"windows": heads.windows, "segment": kv_segment, "page": page_size, "training": bool(training_rows)}
+        options["sinks"] = heads.sinks
         shape = heads.heads, heads.heads_k, heads.d, heads.dv
         yield f"attention {shape}", lambda shape=shape, o=options: attention.admit(*shape, dtype, device, **o)
     for width, *style in needs.norms if training_rows else ():
