@@ -28,6 +28,18 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _VALUES = frozenset((type(None), bool, int, float, str, torch.dtype))  # arguments that are no tensors
 
 
+def watched() -> bool:
+    """Whether something would watch the dispatcher: calls then have to go through it."""
+    return (
+        is_compiling()
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+    )
+
+
 class Operator:
     """One operator of the vexact namespace.
 
@@ -66,14 +78,7 @@ class Operator:
         _LIBRARY.impl(self.name, self._autograd, "Autograd", with_keyset=True)
 
     def __call__(self, *args):
-        if (
-            is_compiling()
-            or _len_torch_dispatch_stack()
-            or _len_torch_function_stack()
-            or _functorch_level() is not None
-            or forward_ad._current_level >= 0
-            or profiler._is_profiler_enabled
-        ):
+        if watched():
             return self.op(*args)
         grad = False
         for arg in args:

@@ -90,6 +90,8 @@ def base_forward(
     patch = self._vexact
     if not vexact_checked:
         patch.check()
+    if patch.fused is None and vexact_paged is None and torch.is_grad_enabled():
+        patch.fuse((input_ids if inputs_embeds is None else inputs_embeds).device)
     of_images = {}
     if patch.vision is not None:
         of_images = {n: kwargs.pop(n) for n in (*images.ARGUMENTS, *images.VIDEOS, *images.MASKS) if n in kwargs}

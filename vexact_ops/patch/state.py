@@ -16,7 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 
-from . import facts, forwards, plan, rotary, slots, whole
+from .._core.operator import watched
+from . import facts, forwards, layer, plan, rotary, slots, whole
 from .describe import describe
 from .description import Decoder, Head, NotDescribed, Pages, State
 from .recognise import INNER
@@ -26,6 +27,7 @@ from .ulysses import Ulysses
 LOCK = threading.RLock()
 ACTIVE: "weakref.WeakSet[Patch]" = weakref.WeakSet()  # of this process
 _LOG = logging.getLogger(__name__)
+FUSE_ON_CPUS = False  # where kernels take longer than Python between them, and finding out is not worth the time
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class Patch:
         self.frequencies: list[list] = []  # where they stand, their names, and what they were when last looked at
         self.tensors: list[tuple] = []
         self.around: list[nn.Module] = []  # attention, and what it is in below the decoder
+        self.fused: list[nn.Module] | None = None  # layers that are computed in one node; None: not looked for
 
     def build(self, audited: bool = True) -> None:
         """Find out what becomes of each module, and change them; an error leaves the model as it was.
@@ -161,6 +164,18 @@ class Patch:
             ]
         self.around = plan.around_attention(self)
         self.builds += 1
+
+    def fuse(self, device: torch.device) -> None:
+        """Before a forward with gradients: each layer that can be is computed in one node of autograd (layer.py)."""
+        if self.fused is not None or not self.trains or (device.type != "cuda" and not FUSE_ON_CPUS):
+            return
+        if self.seen is not None or self.rows is not None or self.vision is not None or watched():
+            return
+        with LOCK:
+            if self.fused is None:
+                self.fused = layer.fuse(self)
+
+    fuse._dynamo_marked_constant = True
 
     def sharded(self) -> bool:
         """Whether attention is in a unit of FSDP2's that the decoder calls, which may cast what it is called with."""
@@ -229,7 +244,7 @@ class Patch:
 
     def renew(self) -> None:
         """Cover what is there now, or refuse it: then the patch is as it was."""
-        before = dict(self.__dict__)
+        before = self.__dict__ | {"fused": None}
         self.revert()
         self.clear()
         try:
@@ -321,6 +336,7 @@ class Patch:
             self.model.__dict__["_loss_function"] = forwards.aligned_loss
 
     def revert(self) -> None:
+        layer.unfuse(self.fused or ())
         for change in self.changes:
             forward = change.module.__dict__.get(change.name)
             if getattr(forward, "__func__", None) is not change.forward:

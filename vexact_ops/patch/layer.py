@@ -1,0 +1,355 @@
+"""A decoder layer in one autograd node.
+
+Of a small model's training step a GPU waits for Python most of the time: fourteen modules a layer, an op each with its
+checks and its node. Where a description says that a layer is attention and a gated feed-forward block between norms and
+residual sums, and nothing else is to run in it, its ops' kernels are called here one after the other, with the tensors
+and in the order of the modules: outputs and gradients have the bits that those give. What stands in the way (hooks,
+adapters, a cache, a padded batch, torch.compile, a profiler, another forward of a module) sends a call to the modules.
+
+A layer's first call computes both ways and compares the bytes (contract: verify, then trust).
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .._core.operator import watched
+from .._core.registry import OPERATORS
+from ..attention.op import ROOM as ATTENTION
+from ..linear.op import ROOM as LINEAR
+from ..rmsnorm.op import ROOM as RMSNORM
+from ..rope.op import ROOM as ROPE
+from ..silu_mul.op import ACTIVATIONS
+from ..silu_mul.op import ROOM as SILU_MUL
+from . import forwards
+from .batch import Layout
+from .description import Attention, Block, Decoder, Layer, Linear, Mlp, Norm, NotDescribed
+
+_LOG = logging.getLogger(__name__)
+# What a layer is called with besides, none of which changes what is computed here; a cache comes by one of these names.
+_IDLE = frozenset({"attention_mask", "position_ids", "use_cache"}) | forwards.PASSED
+_CACHES = frozenset({*forwards.CACHES, forwards.LAYERS_CACHE})
+_PLAIN = (nn.Parameter, Tensor)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is computed, beyond the weights. `heads`, `kv_heads` and `dim` are attention's."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    options: tuple  # scale, causal, window, softcap
+    kv_segment: int | None
+    interleaved: bool
+    eps: tuple[float, float, float, float]  # of the norms before attention, of q, of k, before the feed-forward block
+    gemma: tuple[bool, bool, bool, bool]
+    gelu: bool
+
+
+# The weights, in the order in which a node takes them; a bias and the norms of heads may be None.
+LINEARS = "q", "k", "v", "o", "gate", "up", "down"
+NORMS = "norm", "q_norm", "k_norm", "mlp_norm"
+
+
+class Fused:
+    """What one layer's forward is replaced by."""
+
+    def __init__(self, layer: nn.Module, shape: Shape, places: list[tuple[dict, str] | None], attention: nn.Module):
+        self.layer, self.shape, self.attention = layer, shape, attention
+        self._places = places  # of each weight: the parameters of its module, and its name among them
+        self._stock = type(layer).forward
+        self._inside = [(module, _forward_of(module)) for module in layer.modules() if module is not layer]
+        self.verified: bool | None = None
+
+    def weights(self, x: Tensor) -> list[Tensor | None] | None:
+        """None where they are not plain tensors of one dtype (a shard of one, say)."""
+        found = [None if place is None else place[0].get(place[1]) for place in self._places]
+        for tensor, place in zip(found, self._places):
+            if place is not None and (type(tensor) not in _PLAIN or tensor.dtype != x.dtype):
+                return None
+        return found
+
+    def undisturbed(self) -> bool:
+        """Nothing but the layer's own modules would run inside it."""
+        if type(self.layer).forward is not self._stock or getattr(self.attention, "attention_dropout", 0.0):
+            return False
+        for module, forward in self._inside:
+            if (
+                module._forward_hooks
+                or module._forward_pre_hooks
+                or module._backward_hooks
+                or module._backward_pre_hooks
+                or _forward_of(module) is not forward
+            ):
+                return False
+        return True
+
+    def takes(self, x: Tensor, options: dict) -> bool:
+        layout = options.get("vexact_layout")
+        if layout is None or layout.cu_k is not None or layout.q_index is not None or layout.paged is not None:
+            return False
+        if layout.seen is not None or layout.ulysses is not None or layout.autocast or type(x) not in _PLAIN:
+            return False
+        if x.dtype == torch.float16 and not x.is_cuda:  # no kernel of a CPU's takes it, and its op says so
+            return False
+        for name, value in options.items():
+            if value is not None and name not in _IDLE and name not in ("vexact_layout", "position_embeddings"):
+                return False
+        return options.get("position_embeddings") is not None and not watched() and self.undisturbed()
+
+    def __call__(self, x: Tensor, options: dict) -> Tensor | None:
+        if self.verified is False or not self.takes(x, options):
+            return None
+        weights = self.weights(x)
+        if weights is None:
+            return None
+        batch, length, _ = x.shape
+        cos, sin = (t.expand(batch, length, -1).reshape(batch * length, -1) for t in options["position_embeddings"])
+        layout = options["vexact_layout"]
+        if self.verified is None and not self._verify(x, cos, sin, layout, weights, options):
+            return None
+        return _Node.apply(x, cos, sin, layout, self.shape, *weights)
+
+    def _verify(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, weights: list, options: dict) -> bool:
+        with torch.no_grad():
+            expected = self._stock(self.layer, x, **options)
+            got = _Pass(x, cos, sin, layout, self.shape, weights).out
+        self.verified = isinstance(expected, Tensor) and _same(expected, got)
+        if not self.verified:
+            _LOG.info("patch.hf: %s: computed by its modules, whose output has other bits", type(self.layer).__name__)
+        return self.verified
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    as_numbers = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.shape == b.shape and torch.equal(a.contiguous().view(as_numbers), b.contiguous().view(as_numbers))
+
+
+def _forward_of(module: nn.Module) -> Callable:
+    """Without a bound method, which is another one each time."""
+    own = module.__dict__.get("forward")
+    return type(module).forward if own is None else own
+
+
+def fuse(patch) -> list[nn.Module]:
+    """Give each layer of the patched decoder that can be computed so its forward. Returns those layers."""
+    try:
+        described = patch.describe()
+    except (NotDescribed, RuntimeError, TypeError, ValueError) as reason:
+        _LOG.debug("patch.hf: no layer in one node: %s", reason)
+        return []
+    by_name = {
+        f"{path}.{leaf}" if path else leaf: (module, leaf)
+        for path, module in reversed(list(patch.model.named_modules(remove_duplicate=False)))
+        for leaf, p in module._parameters.items()
+        if p is not None
+    }
+    holders = {id(p): module for module in patch.base.modules() if isinstance(module, nn.ModuleList) for p in module}
+    layers = [m for m in patch.base.modules() if id(m) in holders]
+    found = []
+    for described_layer in described.layers:
+        fused = _fused(described, described_layer, layers, by_name)
+        if fused is not None:
+            fused.layer.__dict__["forward"] = _forward(fused)
+            found.append(fused.layer)
+    return found
+
+
+def unfuse(layers: Iterable[nn.Module]) -> None:
+    for layer in layers:
+        if hasattr(layer.__dict__.get("forward"), "vexact_fused"):
+            del layer.__dict__["forward"]
+
+
+def _forward(fused: Fused) -> Callable:
+    layer = fused.layer
+
+    def forward(hidden_states: Tensor, *args, **kwargs):
+        out = None if args else fused(hidden_states, kwargs)
+        return type(layer).forward(layer, hidden_states, *args, **kwargs) if out is None else out
+
+    forward.vexact_fused = fused
+    return forward
+
+
+def _fused(described: Decoder, layer: Layer, modules: list[nn.Module], by_name: dict) -> Fused | None:
+    shape = _shape(described, layer)
+    if shape is None:
+        return None
+    attention, mlp = (block.part for block in layer.blocks)
+    before = {"norm": layer.blocks[0].before, "mlp_norm": layer.blocks[1].before}
+    parts: list = [getattr(attention, name) for name in LINEARS[:4]] + [getattr(mlp, name) for name in LINEARS[4:]]
+    norms: list[Norm | None] = [before["norm"], attention.q_norm, attention.k_norm, before["mlp_norm"]]
+    names = [name for part in parts for name in (part.weight, part.bias)] + [n and n.weight for n in norms]
+    if any(name is not None and name not in by_name for name in names):
+        return None
+    places = [None if name is None else by_name[name] for name in names]
+    owned = {id(module._parameters[leaf]) for module, leaf in filter(None, places)}
+    module = next((m for m in modules if {id(p) for p in m.parameters()} == owned), None)
+    if module is None or "forward" in module.__dict__ or any(True for _ in module.buffers()):
+        return None
+    if any(isinstance(m, nn.Dropout) or m._parameters.keys() - _leaves(m, places) for m in module.modules()):
+        return None
+    takes = inspect.signature(type(module).forward).parameters
+    if list(takes)[1:2] != ["hidden_states"] or "position_embeddings" not in takes:
+        return None
+    projections = [by_name[part.weight][0] for part in parts[:4]]
+    around = [m for m in module.modules() if all(p in list(m.children()) for p in projections)]
+    if len(around) != 1:
+        return None
+    pairs = [None if place is None else (place[0]._parameters, place[1]) for place in places]
+    return Fused(module, shape, pairs, around[0])
+
+
+def _leaves(module: nn.Module, places: list) -> set[str]:
+    known = {leaf for holder, leaf in filter(None, places) if holder is module}
+    return known | {name for name, p in module._parameters.items() if p is None}
+
+
+def _shape(described: Decoder, layer: Layer) -> Shape | None:
+    """None where the layer is another one than what a node computes."""
+    if len(layer.blocks) != 2 or len(described.rotary) != 1 or described.images is not None:
+        return None
+    if not all(_plain_block(block) for block in layer.blocks):
+        return None
+    attention, mlp = (block.part for block in layer.blocks)
+    if not isinstance(attention, Attention) or not isinstance(mlp, Mlp):
+        return None
+    rope, norms = attention.rope, (attention.q_norm, attention.k_norm)
+    if rope is None or rope.apart or attention.sinks or attention.v_factor or attention.out_norm or attention.gated:
+        return None
+    if (norms[0] is None) != (norms[1] is None) or attention.norms_after_rope:
+        return None
+    if any(norm is not None and (not _rms(norm) or norm.size != attention.dim) for norm in norms):
+        return None
+    if mlp.gate is None or mlp.norm is not None or mlp.activation not in ACTIVATIONS:
+        return None
+    if any(part.rows is not None for part in _linears(attention, mlp)):
+        return None
+    each = [layer.blocks[0].before, *norms, layer.blocks[1].before]
+    return Shape(
+        attention.heads, attention.kv_heads, attention.dim, attention.v_dim,
+        (attention.scale, True, attention.window, attention.softcap), described.kv_segment, rope.interleaved,
+        tuple(0.0 if norm is None else norm.eps for norm in each),
+        tuple(norm is not None and norm.style == "gemma" for norm in each),
+        mlp.activation == "gelu_tanh",
+    )  # fmt: skip
+
+
+def _plain_block(block: Block) -> bool:
+    return block.before is not None and _rms(block.before) and block.after is None and block.factor is None
+
+
+def _rms(norm: Norm) -> bool:
+    return norm.style in ("llama", "gemma") and norm.weight is not None and norm.bias is None
+
+
+def _linears(attention: Attention, mlp: Mlp) -> Iterator[Linear]:
+    for part in (attention, mlp):
+        for name in LINEARS:
+            if isinstance(one := getattr(part, name, None), Linear):
+                yield one
+
+
+_FORWARDS = {name: OPERATORS[name].impl for name in ("linear", "rmsnorm", "rope", "attention_varlen", "silu_mul")}
+_BACKWARDS = {
+    name: OPERATORS[name].impl
+    for name in ("linear_dx", "linear_dweight", "linear_dbias", "rmsnorm_bwd", "attention_varlen_bwd", "silu_mul_bwd")
+}
+_linear, _rmsnorm, _rope, _attention, _silu_mul = _FORWARDS.values()
+_dx, _dweight, _dbias, _norm_bwd, _attention_bwd, _silu_mul_bwd = _BACKWARDS.values()
+
+
+class _Pass:
+    """A forward, and what its backward needs."""
+
+    def __init__(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: Layout, shape: Shape, weights: list):
+        wq, bq, wk, bk, wv, bv, wo, bo, wg, bg, wu, bu, wd, bd, norm, q_norm, k_norm, mlp_norm = weights
+        device, dtype = hidden.device, hidden.dtype
+        linear = LINEAR.resolve(device, None)
+        norms, rope = RMSNORM.resolve(device, None), ROPE.resolve(device, None)
+        attention, silu = ATTENTION.resolve(device, None), SILU_MUL.resolve(device, None)
+        self.backends = linear, norms, rope, attention, silu
+        x = hidden.flatten(0, 1)
+        x = x if x.is_contiguous() else x.contiguous()
+        n, _, rstd = _rmsnorm(x, norm, None, shape.eps[0], shape.gemma[0], norms)
+        q = _linear(n, wq, bq, dtype, linear).view(-1, shape.heads, shape.dim)
+        k = _linear(n, wk, bk, dtype, linear).view(-1, shape.kv_heads, shape.dim)
+        v = _linear(n, wv, bv, dtype, linear).view(-1, shape.kv_heads, shape.v_dim)
+        q_raw = k_raw = q_rstd = k_rstd = None
+        if q_norm is not None:
+            q_raw, k_raw = q.flatten(0, 1), k.flatten(0, 1)
+            q_normed, _, q_rstd = _rmsnorm(q_raw, q_norm, None, shape.eps[1], shape.gemma[1], norms)
+            k_normed, _, k_rstd = _rmsnorm(k_raw, k_norm, None, shape.eps[2], shape.gemma[2], norms)
+            q, k = q_normed.view(q.shape), k_normed.view(k.shape)
+        q, k = _rope(q, k, cos, sin, shape.interleaved, False, rope)
+        cu = layout.cu_q
+        a, lse = _attention(q, k, v, cu, None, layout.max_q, None, *shape.options, shape.kv_segment, attention)
+        o = _linear(a.flatten(1), wo, bo, dtype, linear)
+        m, h, m_rstd = _rmsnorm(o, mlp_norm, x, shape.eps[3], shape.gemma[3], norms)  # of x + o, rounded, which is h
+        gate, up = _linear(m, wg, bg, dtype, linear), _linear(m, wu, bu, dtype, linear)
+        s = _silu_mul(gate, up, shape.gelu, silu)
+        self.out = (h + _linear(s, wd, bd, dtype, linear)).view(hidden.shape)
+        self.saved = x, n, rstd, q_raw, k_raw, q_rstd, k_rstd, q, k, v, a, lse, cu, h, m, m_rstd, gate, up, s, cos, sin
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin, layout, shape, *weights):
+        done = _Pass(x, cos, sin, layout, shape, weights)
+        ctx.shape, ctx.backends, ctx.size = shape, done.backends, x.shape
+        ctx.save_for_backward(*done.saved, *weights)
+        return done.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        saved = ctx.saved_tensors  # once: under activation checkpointing they cannot be had twice
+        x, n, rstd, q_raw, k_raw, q_rstd, k_rstd, q, k, v, a, lse, cu, h, m, m_rstd, gate, up, s, cos, sin = saved[:21]
+        weights = saved[21:]
+        wq, _, wk, _, wv, _, wo, _, wg, _, wu, _, wd, _, norm, q_norm, k_norm, mlp_norm = weights
+        linear, norms, rope, attention, silu = ctx.backends
+        shape, wanted = ctx.shape, ctx.needs_input_grad[5:]
+        found: list[Tensor | None] = [None] * len(weights)
+
+        def of_linear(at: int, dy: Tensor, into: Tensor, weight: Tensor) -> Tensor:
+            """The gradient of what was projected; those of the weight and the bias are put in their places."""
+            if wanted[at]:
+                found[at] = _dweight(dy, into, weight.dtype, linear)
+            if wanted[at + 1]:
+                found[at + 1] = _dbias(dy, weights[at + 1].dtype, linear)
+            return _dx(dy, weight, into.dtype, linear)
+
+        def of_norm(at: int, dy: Tensor, of: Tensor, weight: Tensor, scale: Tensor, gemma: bool) -> Tensor:
+            dx, dweight = _norm_bwd(dy, None, of, weight, scale, gemma, norms)
+            if wanted[at]:
+                found[at] = dweight
+            return dx
+
+        dout = dout.reshape(x.shape)
+        dout = dout if dout.is_contiguous() else dout.contiguous()
+        dgate, dup = _silu_mul_bwd(of_linear(12, dout, s, wd), gate, up, shape.gelu, silu)
+        dm = of_linear(10, dup, m, wu)
+        dm = dm + of_linear(8, dgate, m, wg)
+        dh = dout + of_norm(17, dm, h, mlp_norm, m_rstd, shape.gemma[3])
+        da = of_linear(6, dh, a.flatten(1), wo).view(a.shape)
+        scale, causal, window, softcap = shape.options
+        dq, dk, dv, _ = _attention_bwd(da, q, k, v, a, lse, cu, None, None, scale, causal, window, softcap, attention)
+        dq, dk = _rope(dq, dk, cos, sin, shape.interleaved, True, rope)
+        if q_norm is not None:
+            dq = of_norm(15, dq.flatten(0, 1), q_raw, q_norm, q_rstd, shape.gemma[1])
+            dk = of_norm(16, dk.flatten(0, 1), k_raw, k_norm, k_rstd, shape.gemma[2])
+        # order: as the engine of autograd adds them, what was computed last first
+        rows = len(x)
+        dn = of_linear(4, dv.reshape(rows, -1), n, wv)
+        dn = dn + of_linear(2, dk.view(rows, -1), n, wk)
+        dn = dn + of_linear(0, dq.view(rows, -1), n, wq)
+        dx = dh + of_norm(14, dn, x, norm, rstd, shape.gemma[0])
+        return dx.view(ctx.size), None, None, None, None, *found
