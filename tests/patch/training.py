@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import vexact_ops as vx
+from vexact_ops.patch import state
 
 DTYPE = torch.bfloat16
 LENGTHS = (7, 1, 11), (3, 14), (9, 2, 5), (8, 8)  # two micro-batches a rank
@@ -28,6 +29,7 @@ class Case:
     checkpointing: str | None = None  # or reentrant, not reentrant
     rows: str = "lengths"  # cu_seq_lens_q and _k; or positions: position_ids that restart
     patched: bool = True
+    fused: bool = False  # each layer in one node, on a CPU too
 
 
 CASES = {
@@ -36,13 +38,13 @@ CASES = {
     "qwen3_moe": Case("qwen3_moe"),
     "deepseek_v3": Case("deepseek_v3", rows="positions"),
     "gemma2": Case("gemma2", own_units=False),
-    "root": Case(own_units=False, rows="positions"),
+    "root": Case(own_units=False, rows="positions", fused=True),
     "deferred": Case(deferred=True),
     "deferred-kept": Case(deferred=True, kept=True, rows="positions"),
-    "offloaded": Case(offload=True),
+    "offloaded": Case(offload=True, fused=True),
     "offloaded-deferred": Case(offload=True, deferred=True, rows="positions"),
-    "checkpointed": Case(checkpointing="not reentrant"),
-    "checkpointed-reentrant": Case(checkpointing="reentrant", rows="positions"),
+    "checkpointed": Case(checkpointing="not reentrant", fused=True),
+    "checkpointed-reentrant": Case(checkpointing="reentrant", rows="positions", fused=True),
     "moe-of-all": Case("qwen3_moe", offload=True, deferred=True, checkpointing="not reentrant", rows="positions"),
     "stock": Case(patched=False),
 }
@@ -91,6 +93,7 @@ def score(case: Case, model: nn.Module, seqs: list[torch.Tensor], device) -> tup
 
 def run(case: Case, rank: int, mesh, device) -> dict:
     """Train from the start, and say what was seen."""
+    state.FUSE_ON_CPUS = case.fused
     model = model_of(case, torch.float32, device)
     handle = vx.patch.hf(model) if case.patched else None
     if case.checkpointing:
@@ -118,6 +121,8 @@ def run(case: Case, rank: int, mesh, device) -> dict:
         optimizer.zero_grad()
     with torch.no_grad():
         after = [score(case, model, seqs, device)[0].cpu() for seqs in batches]
+    if case.fused:
+        assert [layer.forward.vexact_fused.verified for layer in model.model.layers] == [True, True]
     weights = {name: whole(value).cpu() for name, value in model.state_dict().items()}
     if handle is not None:
         handle.undo()

@@ -9,6 +9,7 @@ adapters, a cache, a padded batch, torch.compile, a profiler, another forward of
 A layer's first call computes both ways and compares the bytes (contract: verify, then trust).
 """
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +65,7 @@ class Fused:
     def __init__(self, layer: nn.Module, shape: Shape, places: list[tuple[dict, str] | None], attention: nn.Module):
         self.layer, self.shape, self.attention = layer, shape, attention
         self._places = places  # of each weight: the parameters of its module, and its name among them
-        self._stock = type(layer).forward
+        self.stock = _stock(layer)
         self._inside = [(module, _forward_of(module)) for module in layer.modules() if module is not layer]
         self.verified: bool | None = None
 
@@ -78,7 +79,7 @@ class Fused:
 
     def undisturbed(self) -> bool:
         """Nothing but the layer's own modules would run inside it."""
-        if type(self.layer).forward is not self._stock or getattr(self.attention, "attention_dropout", 0.0):
+        if _stock(self.layer) is not self.stock or getattr(self.attention, "attention_dropout", 0.0):
             return False
         for module, forward in self._inside:
             if (
@@ -95,7 +96,9 @@ class Fused:
         layout = options.get("vexact_layout")
         if layout is None or layout.cu_k is not None or layout.q_index is not None or layout.paged is not None:
             return False
-        if layout.seen is not None or layout.ulysses is not None or layout.autocast or type(x) not in _PLAIN:
+        if layout.seen is not None or layout.ulysses is not None or type(x) not in _PLAIN:
+            return False
+        if layout.autocast and x.dtype == torch.float32:  # which attention refuses
             return False
         if x.dtype == torch.float16 and not x.is_cuda:  # no kernel of a CPU's takes it, and its op says so
             return False
@@ -119,7 +122,7 @@ class Fused:
 
     def _verify(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, weights: list, options: dict) -> bool:
         with torch.no_grad():
-            expected = self._stock(self.layer, x, **options)
+            expected = self.stock(self.layer, x, **options)
             got = _Pass(x, cos, sin, layout, self.shape, weights).out
         self.verified = isinstance(expected, Tensor) and _same(expected, got)
         if not self.verified:
@@ -138,10 +141,33 @@ def _forward_of(module: nn.Module) -> Callable:
     return type(module).forward if own is None else own
 
 
+_CHECKPOINTING = "forward_with_checkpointing"  # from 5.24 on transformers has it around the forward of a layer's class
+
+
+def _stock(layer: nn.Module) -> Callable:
+    """The forward of its class, without transformers' checkpointing."""
+    forward = type(layer).forward
+    while forward.__code__.co_name == _CHECKPOINTING:
+        forward = forward.__wrapped__
+    return forward
+
+
+def _own(layer: nn.Module) -> bool:
+    """Whether the forward of its class is one that came with it, and nobody's around that."""
+    where = _stock(layer).__globals__["__name__"]
+    return where.startswith("transformers.") or where in {cls.__module__ for cls in type(layer).__mro__}
+
+
+def _checkpoints(layer: nn.Module) -> bool:
+    """Whether the forward of its class would be a checkpoint: of a layer's call it is one outside."""
+    wrapped = type(layer).forward.__code__.co_name == _CHECKPOINTING
+    return wrapped and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
+
+
 def fuse(patch) -> list[nn.Module]:
     """Give each layer of the patched decoder that can be computed so its forward. Returns those layers."""
     try:
-        described = patch.describe()
+        described = patch.described_in_fp32()
     except (NotDescribed, RuntimeError, TypeError, ValueError) as reason:
         _LOG.debug("patch.hf: no layer in one node: %s", reason)
         return []
@@ -171,9 +197,17 @@ def unfuse(layers: Iterable[nn.Module]) -> None:
 def _forward(fused: Fused) -> Callable:
     layer = fused.layer
 
+    def inside(hidden_states: Tensor, **kwargs):
+        out = fused(hidden_states, kwargs)
+        return fused.stock(layer, hidden_states, **kwargs) if out is None else out
+
     def forward(hidden_states: Tensor, *args, **kwargs):
-        out = None if args else fused(hidden_states, kwargs)
-        return type(layer).forward(layer, hidden_states, *args, **kwargs) if out is None else out
+        if not args and _checkpoints(layer):
+            if not any(kwargs.get(name) for name in (*_CACHES, "use_cache")):  # of which the class says more
+                return layer._gradient_checkpointing_func(functools.partial(inside, **kwargs), hidden_states)
+        elif not args and (out := fused(hidden_states, kwargs)) is not None:
+            return out
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)
 
     forward.vexact_fused = fused
     return forward
@@ -193,11 +227,11 @@ def _fused(described: Decoder, layer: Layer, modules: list[nn.Module], by_name: 
     places = [None if name is None else by_name[name] for name in names]
     owned = {id(module._parameters[leaf]) for module, leaf in filter(None, places)}
     module = next((m for m in modules if {id(p) for p in m.parameters()} == owned), None)
-    if module is None or "forward" in module.__dict__ or any(True for _ in module.buffers()):
+    if module is None or "forward" in module.__dict__ or not _own(module) or any(True for _ in module.buffers()):
         return None
     if any(isinstance(m, nn.Dropout) or m._parameters.keys() - _leaves(m, places) for m in module.modules()):
         return None
-    takes = inspect.signature(type(module).forward).parameters
+    takes = inspect.signature(_stock(module)).parameters
     if list(takes)[1:2] != ["hidden_states"] or "position_embeddings" not in takes:
         return None
     projections = [by_name[part.weight][0] for part in parts[:4]]

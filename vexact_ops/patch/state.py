@@ -18,10 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from .._core.operator import watched
 from . import facts, forwards, layer, plan, rotary, slots, whole
-from .describe import describe
+from .describe import describe, read
 from .description import Decoder, Head, NotDescribed, Pages, State
 from .recognise import INNER
 from .report import table
+from .trace import hidden_states
 from .ulysses import Ulysses
 
 LOCK = threading.RLock()
@@ -272,6 +273,13 @@ class Patch:
         if isinstance(self.description, NotDescribed):
             raise self.description.with_traceback(None)
         return self.description
+
+    def described_in_fp32(self) -> Decoder:
+        """The description of the decoder if all its parameters were fp32, whichever of a sharded model's are whole now,
+        and with that in another dtype than the others. Raises NotDescribed."""
+        dtypes = {name: torch.float32 for name, p in self.model.named_parameters() if p.is_floating_point()}
+        with _isolated(self.model):
+            return read(hidden_states(self.model, self.base, dtypes), None, self.options["kv_segment"])
 
     def _tower_names(self) -> tuple[str, ...]:
         tower = self.base._modules[self.vision.tower]
