@@ -575,7 +575,7 @@ class Told:
     "sequences,row,most", [(64, 0.011, (1.05, 1.02)), (64, 0.03, (1.02, 1.02)), (8, 0.01, (0.75, 0.75))]
 )
 def test_drafts_lose_nothing_where_plans_are_made_ahead(sequences, row, most, monkeypatch):
-    """The host's two milliseconds are hidden where a plan is made ahead, and of drafts the first step hides its own, too:
+    """The host's two milliseconds are hidden where a plan is made ahead, and the first step with drafts hides its own:
     what that took, and what single tokens took behind drafts, is no measure of those that follow."""
     now, source, model = [0.0], random.Random(0), Told()
     monkeypatch.setattr("vexact_engine.core.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
