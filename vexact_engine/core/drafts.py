@@ -30,7 +30,7 @@ from .suffixes import NOTHING, ROOT, Match, Suffixes
 if TYPE_CHECKING:
     from .plan import Chunk, StepPlan
 
-_INDEXED = 1024  # tokens that are added to automata in one step, at most: a few milliseconds
+_INDEXED = 128  # tokens that are added to automata in one step, at most: a millisecond or two
 _MOST_STATES = 1 << 20  # of all automata together, some 50 bytes each; a token that texts hold counts as one too
 _OF_A_PROMPT = 64  # ... and as so many whatever else is kept of a prompt
 _LOOKS = 16  # prompts that are looked at for each that begins: how large all are together
