@@ -9,6 +9,7 @@
 //
 // FEW: the same for sequences of a few queries, as where drafts are verified: the sixteen rows of a tile are the heads that
 // share keys at one position, then those at the next. What a row does not see is left out as flash_tile.cuh does it.
+// One file because its warps wait for each other.
 #pragma once
 #include "attention/flash_decode.cuh"
 #include "attention/flash_tile.cuh"

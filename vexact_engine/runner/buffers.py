@@ -304,16 +304,16 @@ class Buffers:
         take. They still store nothing. Nobody may have a slot."""
         columns, count = self.columns(body), body.sequences
         context, slots, states = columns["context"], columns["slots"], columns["states"]
-        own = torch.arange(count) % self.slots  # of more sequences than slots the last ones have no tokens
-        table = self.table[: min(count, self.slots)]
+        own, table = torch.arange(count), self.table[: min(count, self.slots)]
+        beyond = own >= self.slots  # these have no tokens
         counts = [len(cache) for cache in self.caches.keys if cache is not None]
         table.random_(max(counts, default=1))
         beside = None if self.beside is None else self.beside.clone()  # the prefix cache may know pages
         if self.beside is not None:
             self.beside.random_(min(counts))
         context.copy_(torch.tensor(lengths, dtype=torch.int32))
-        slots.copy_(own)
-        states.copy_(own)
+        slots.copy_(own.clamp(max=self.slots))
+        states.copy_(own.masked_fill(beyond, -1))
         try:
             yield
         finally:

@@ -282,7 +282,7 @@ class Graphs:
             return self._seconds(found.replay)
 
     def _long(self, body: Body) -> contextlib.AbstractContextManager:
-        """Padding has keys meanwhile: the longest sequence so many, the shortest an eighth of that, the longest first."""
+        """Padding has keys meanwhile: the longest sequence, which is first, so many, the shortest an eighth of that."""
         longest = min(_TUNED_CONTEXT, self._runner.buffers.max_pages * self._runner.config.page_size)
         lengths = np.linspace(longest, longest / 8, body.sequences)
         least = min(body.longest, longest)
@@ -300,8 +300,8 @@ class Graphs:
         return float(ranks.gather(own).max())
 
     def _tune(self, body: Body, head: Head) -> list[graphs.Run]:
-        """Choose products' kernels by the time of a whole step of decodes, with drafts or without. Returns the last graph
-        that was timed, in a list: the memory that all graphs share is given back with the last of them.
+        """Choose products' kernels by the time of a whole step of decodes, with drafts or without. Returns the last
+        graph that was timed, in a list: the memory that all graphs share is given back with the last of them.
 
         Up to eight graphs of a size are there at once. What they compute with is the same memory, for nothing of it
         outlives a capture; what each has of its own is little, and there is room for that of `_MOST_GRAPHS`.
