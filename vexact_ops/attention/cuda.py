@@ -1,4 +1,5 @@
 """SM90's own class: one order of keys (csrc/attention/flash.cuh), in our CUDA kernels and in flash-attn-4's.
+One file because what decides about a call and what is called have to know the same of it.
 
 A case is served in that order on both sides, training and paged, or by the Triton kernels on both sides; which one is a
 function of what a case is (`flash`), never of how many rows or keys a call has, nor of what is installed. Within the
