@@ -523,6 +523,5 @@ def test_kernels_of_steps_with_drafts_are_chosen_at_the_start(recording, monkeyp
     speculation = Speculation(max_draft_tokens=3)
     with Engine.from_pretrained(build("Qwen3"), config=replace(CONFIG, speculation=speculation)) as engine:
         made = engine._worker._runner.graphs
-        assert tuned["drafts"] == set(made.verify.sizes) and {1, 23} <= tuned["drafts"]
-        assert tuned["decodes"] == set(made.decode.sizes)
+        assert tuned["drafts"] >= {*made.verify.sizes, 1, 23} and tuned["decodes"] >= {*made.decode.sizes}
         assert not made._runner.buffers.table.any()
