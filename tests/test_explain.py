@@ -145,6 +145,7 @@ WIDE = {
     ),
     "attention_paged.decode": lambda i: (paged(i, 1), {"settled": True}),
     "attention_paged": lambda i: (paged(i, 1200), {}),
+    "attention_paged.few": lambda i: (paged(i, 9), {"settled": True}),
 }
 
 
@@ -185,7 +186,7 @@ def as_on_an_sm90(monkeypatch):
 
 
 WITH_ROUTES = {
-    "attention": ("_forward", "_paged", "_backward"),
+    "attention": ("_forward", "_paged", "_few", "_backward"),
     "linear": (),
     "grouped_linear": (),
     "linear_silu_mul": ("_decision",),
@@ -227,7 +228,7 @@ def test_what_dispatch_asks_for_is_what_is_explained(as_on_an_sm90):
         return explaining.described(operator, (*given[:-1], "cuda")).kernels
 
     assert kernels("attention_paged.decode") == "flash" and kernels("attention_varlen.latent") == "flash, latent"
-    assert kernels("attention_paged") == kernels("attention_varlen") == "verified"
+    assert kernels("attention_paged") == kernels("attention_paged.few") == kernels("attention_varlen") == "verified"
 
 
 def test_every_operator_belongs_to_a_room():

@@ -52,6 +52,7 @@ struct Args {
   int window, segment;   // in keys; 0 where there is none
   int causal, skip_single;  // skip_single: sequences with one query are someone else's
   int settled;           // decode: all that is read but queries and last keys was there before the kernel before began
+  int queries;           // few rows: of a sequence, at most
   float scale;           // of scores, in base 2
 };
 

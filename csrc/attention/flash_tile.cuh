@@ -55,12 +55,13 @@ struct Seen {
 };
 
 // acc + p @ v where v is not finite everywhere: the product without what is not; then that is put in where it is seen:
-// times a probability above 0 it is itself, times 0 or NaN it is NaN.
-template <class T, int DV, int KEYS>
-__device__ __noinline__ void careful_product(float (*acc)[4], const uint32_t (*p)[4], uint32_t v, Seen seen) {
+// times a probability above 0 it is itself, times 0 or NaN it is NaN. COLUMNS in eights; place(kk, j): where this thread's
+// rows of 16 keys and two of those lie.
+template <class T, int COLUMNS, int KEYS, class Place>
+__device__ __noinline__ void careful_product(float (*acc)[4], const uint32_t (*p)[4], Place place, Seen seen) {
   const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll 1
-  for (int j = 0; j < DV / 8; j += 2) {
+  for (int j = 0; j < COLUMNS; j += 2) {
     float up[2][4] = {}, down[2][4] = {}, bad[2][4] = {};
 #pragma unroll 1
     for (int kk = 0; kk < KEYS / 16; ++kk) {  // order: keys of a block ascending
@@ -77,7 +78,7 @@ __device__ __noinline__ void careful_product(float (*acc)[4], const uint32_t (*p
           lost[i] |= (sees && !weighs ? Pair<T>::kOne : 0u) << (16 * e);
         }
       }
-      ldmatrix4_trans(b, v + chunk_at<DV, KEYS>(kk * 16 + lane % 16, j + lane / 16));
+      ldmatrix4_trans(b, place(kk, j));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t b0 = b[2 * half], b1 = b[2 * half + 1], inf = Pair<T>::kInf, minus = inf | 0x8000u;
@@ -308,7 +309,8 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         for (int i = 0; i < kColumns * 4; ++i) y[i / 4][i % 4] = acc[i / 4][i % 4];
 #pragma unroll
         for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = p[i / 4][i % 4];
-        careful_product<T, DV, kKeys>(y, weights, base, {key0, k_len, a.causal, a.window, {place[0], place[1]}});
+        const auto rows_at = [=](int kk, int j) { return base + chunk_at<DV, kKeys>(kk * 16 + lane % 16, j + lane / 16); };
+        careful_product<T, kColumns, kKeys>(y, weights, rows_at, {key0, k_len, a.causal, a.window, {place[0], place[1]}});
 #pragma unroll
         for (int i = 0; i < kColumns * 4; ++i) acc[i / 4][i % 4] = y[i / 4][i % 4];
       }

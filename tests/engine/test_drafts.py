@@ -1,4 +1,4 @@
-"""Drafts without a model: what is found in texts, what is kept of answers, what a step is taken to cost; and that a
+"""Drafts without a model: what is found in texts, what is kept of answers; and that a
 scheduler with drafts of every kind draws what it draws without. The model is a toy (toy.py)."""
 
 import itertools
@@ -8,13 +8,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from toy import VOCAB, ToyDraft, drain, draw, expected, make, request
 
 from vexact_engine.config import SamplingParams, Speculation
 from vexact_engine.core.answers import MOST_OF_A_PROMPT, Answers
-from vexact_engine.core.pace import Pace, bucket
 from vexact_engine.core.plan import Sampled
 from vexact_engine.core.suffixes import ROOT, Suffixes
 from vexact_engine.request import Request, derive_seed
@@ -105,59 +104,6 @@ def test_files_that_hold_no_answers_are_refused(tmp_path):
     path.write_bytes(whole[:10] + b"\xff" * 16 + whole[26:])
     with pytest.raises(ValueError, match="damaged"):
         Answers(100).load(path)
-
-
-# What it costs
-
-
-def measured(times):
-    """A Pace that has measured (sequences, drafted rows) -> seconds."""
-    pace = Pace()
-    for _ in range(8):
-        for (sequences, drafted), seconds in times.items():
-            pace.note(sequences, drafted, seconds)
-    return pace
-
-
-def test_drafts_are_verified_where_that_is_faster():
-    assert Pace().worth(1, [0.9] * 4) == 0  # nothing is known yet: a step of single tokens first
-    free = measured({(1, 0): 1.0, (1, 7): 1.0})
-    assert free.worth(1, [0.9, 0.5, 0.1]) == 3
-    dear = measured({(1, 0): 1.0, (1, 1): 2.0, (1, 2): 3.0})
-    assert dear.worth(1, [0.9, 0.8]) == 0
-    some = measured({(1, 0): 1.0, (1, 1): 1.1, (1, 2): 1.2, (1, 3): 9.0})
-    assert some.worth(1, [0.9, 0.8, 0.7]) == 2
-    assert some.worth(1, [0.05]) == 0
-    assert measured({(1, 0): 1.0}).worth(1, [0.3] * 5) == 2  # what was never measured is tried, ...
-    assert measured({(1, 0): 1.0, (1, 2): 1.0}).worth(1, [0.3] * 5) == 4  # ... twice as much of it each time
-    again = measured({(4, 0): 1.0, (4, 1): 3.0})
-    assert sum(again.worth(4, [0.9]) for _ in range(1280)) == 12  # and now and then anew, ever less often ...
-    assert sum(again.worth(4, [0.1]) for _ in range(1280)) == 0  # ... unless nothing can be gained
-    dear = measured({(4, 0): 1.0, (4, 4): 3.0, (4, 8): 5.0})
-    assert set(dear.worth(4, [0.6] * 8) for _ in range(17)) == {0, 2}  # as many as take no more than twice as long
-
-
-def test_the_first_step_of_a_kind_is_not_counted():
-    pace = Pace()
-    pace.note(2, 0, 100.0)
-    assert pace.seconds(2, 0) is None
-    pace.note(2, 0, 1.0)
-    assert pace.seconds(2, 0) == pace.seconds(2, 5) == 1.0
-    for _ in range(2):
-        pace.note(2, 10, 2.0)
-    assert pace.seconds(2, 20) == 2.0, "of one number of rows it is not known what each of them takes"
-    for _ in range(2):
-        pace.note(2, 20, 3.0)
-    assert pace.seconds(2, 30) == pytest.approx(4.0) and pace.seconds(2, 5) == pytest.approx(1.5)
-    assert pace.seconds(3, 10) == pytest.approx(2.1), "of about as many sequences, and a row more"
-    assert pace.seconds(5, 10) is None
-    for _ in range(20):
-        pace.note(2, 10, 50.0)  # whatever it was
-    pace.note(2, 10, 2.0)
-    before = pace.seconds(2, 10)
-    pace.note(2, 10, 2.0)
-    assert pace.seconds(2, 10) < before
-    assert [bucket(n) for n in (0, 1, 7, 8, 9, 16, 17, 33, 256, 257)] == [0, 1, 7, 8, 10, 16, 20, 40, 256, 320]
 
 
 # What is drawn
@@ -475,44 +421,6 @@ def test_drafts_take_no_page_from_others():
     requests = list(scheduler.requests)
     drain(scheduler, model)
     assert scheduler.stats.preemptions <= 1 and all(r.sequences[0].tokens == expected(r.sequences[0]) for r in requests)
-
-
-def test_what_graphs_took_is_known_from_the_start():
-    graphs = {1: 1.0, 8: 1.0, 16: 5.0, 32: 13.0}
-    pace = Pace(graphs)
-    assert pace.worth(4, [0.9] * 28) == 0  # how long a step of theirs takes still is not
-    for _ in range(2):
-        pace.note(4, 0, 1.5)
-    assert [pace.seconds(4, drafted) for drafted in (4, 8, 12, 28, 40)] == pytest.approx([1.5, 3.5, 5.5, 13.5, 13.5])
-    assert pace.worth(4, [0.9] * 28) == 4 and Pace().furthest(4) == 2
-    assert measured({(4, 0): 1.5}).worth(4, [0.9] * 28) == 2
-
-
-def test_a_step_of_fewer_sequences_still_takes_some_time():
-    pace = measured({(8, 0): 1.0, (8, 8): 1.0, (8, 64): 60.0})  # a row takes more than an eighth of the whole step
-    assert pace.seconds(4, 0) == 0.5 and pace.worth(4, [0.9, 0.1]) == 0
-    disturbed = measured({(4, 0): 1.0})._on_device
-    assert disturbed(1, 8) == 0.0 and Pace({1: 5.0, 8: 1.0})._on_device(1, 8) == 0.0
-
-
-STEPS = st.tuples(st.integers(1, 300), st.integers(0, 600), st.floats(1e-7, 1e3))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.dictionaries(st.integers(1, 64), st.floats(1e-7, 1.0), max_size=4),
-    st.lists(STEPS, max_size=40),
-    st.integers(1, 300),
-    st.lists(st.floats(0.0, 1.0), max_size=40),
-)
-def test_whatever_steps_took_there_is_an_answer(graphs, steps, sequences, chances):
-    pace = Pace(graphs)
-    for had, drafted, seconds in steps:
-        pace.note(had, drafted, seconds)
-        pace.note(had, drafted, seconds)
-    known = [pace.seconds(sequences, drafted) for drafted in range(50)]
-    assert all(value is None for value in known) or min(known) > 0
-    assert 0 <= pace.worth(sequences, sorted(chances, reverse=True)) <= len(chances)
 
 
 @pytest.mark.parametrize(

@@ -181,35 +181,39 @@ def test_gradients_know_nothing_of_what_is_not_seen(device, backend, dtype, leng
 
 @BACKENDS
 @pytest.mark.parametrize(
-    ("page_size", "heads", "segment"), [(16, (4, 2), None), (8, (16, 1), 128), (128, (6, 6), None)]
+    ("page_size", "heads", "segment", "each"),
+    [(16, (4, 2), None, 1), (8, (16, 1), 128, 1), (128, (6, 6), None, 1), (16, (8, 2), None, 9)],
 )
-def test_settled_keys_are_read_beside_the_kernels_before(device, backend, page_size, heads, segment):
+def test_settled_keys_are_read_beside_the_kernels_before(device, backend, page_size, heads, segment, each):
     """Steps of a model's order (a product, its keys stored, attention) without a pause between: what is settled may be
-    read at any time from the product on, a step's last keys only once they are stored."""
+    read at any time from the product on, a step's own keys only once they are stored."""
     if device == "cpu" and segment:
         segment = 64
     (hq, hk), dim, steps, sizes = heads, 64, 12, [1, 40, 127, 128, 300, 511]
     g = torch.Generator().manual_seed(page_size)
     dtype = torch.bfloat16
-    x, weight = torch.randn(len(sizes), 256, generator=g), torch.randn((hq + 2 * hk) * dim, 256, generator=g) / 16
+    rows = len(sizes) * each
+    x, weight = torch.randn(rows, 256, generator=g), torch.randn((hq + 2 * hk) * dim, 256, generator=g) / 16
     x, weight = x.to(device, dtype), weight.to(device, dtype)
-    width = (max(sizes) + steps) // page_size + 1
+    width = (max(sizes) + each * steps) // page_size + 1
     table = torch.randperm(len(sizes) * width, generator=g).to(torch.int32).view(len(sizes), width)
     shape = table.numel(), page_size, hk, dim
     first = [torch.randn(shape, generator=g).to(device, dtype) for _ in range(2)]
-    lengths = torch.tensor(sizes) + torch.arange(1, steps + 1)[:, None]
-    slots = table.gather(1, ((lengths.t() - 1) // page_size)).t() * page_size + (lengths - 1) % page_size
+    lengths = torch.tensor(sizes) + each * torch.arange(1, steps + 1)[:, None]
+    places = (lengths[:, :, None] - each + torch.arange(each)).flatten(1)
+    owners = torch.arange(len(sizes)).repeat_interleave(each)
+    slots = table[owners, places // page_size] * page_size + places % page_size
     contexts, slots, table = lengths.to(device, torch.int32), slots.contiguous().to(device), table.to(device)
-    one, inv_freq = offsets([1] * len(sizes), device), torch.ones(dim // 2, device=device) / 7
-    tables = [vx.rope_cos_sin(n - 1, inv_freq, dtype=dtype) for n in contexts]
+    cu, inv_freq = offsets([each] * len(sizes), device), torch.ones(dim // 2, device=device) / 7
+    tables = [vx.rope_cos_sin(n.to(device), inv_freq, dtype=dtype) for n in places]
 
     def decode(settled: bool):
         k_cache, v_cache = (cache.clone() for cache in first)
         h, found = x, []
         for step in range(steps):
-            q, k, v = vx.linear(h, weight).view(len(sizes), -1, dim).split((hq, hk, hk), 1)
+            q, k, v = vx.linear(h, weight).view(rows, -1, dim).split((hq, hk, hk), 1)
             q = vx.rope_kv_store(q, k, v, *tables[step], k_cache, v_cache, slots[step])
-            args = table, contexts[step], one, 1
+            args = table, contexts[step], cu, each
             out = vx.attention_paged(q, k_cache, v_cache, *args, kv_segment=segment, settled=settled, backend=backend)
             found.append(out)
             h = vx.rmsnorm(h + out.flatten(1)[:, :64].repeat(1, 4), torch.ones_like(h[0]), 1e-6)
@@ -473,6 +477,36 @@ def test_a_prompt_in_chunks_of_any_size_has_the_bits_of_training(page_size, segm
         lens = torch.tensor(ends, dtype=torch.int32, device="cuda")
         got = vx.attention_paged(q[rows], *caches, lens, offsets(counts, "cuda"), max(counts), **options)
         assert_bitwise(got, expected[rows], f"{counts} up to {ends}")
+
+
+@SM90
+@pytest.mark.parametrize("heads,dim,dtype", [((8, 2), 128, torch.bfloat16), ((10, 2), 64, torch.float16)], ids=str)
+@pytest.mark.parametrize("page_size", [16, 128, 256])
+@pytest.mark.parametrize("window", [None, 5, 200])
+def test_few_queries_of_a_sequence_have_the_bits_of_many(heads, dim, dtype, page_size, window):
+    """By the kernel of decode, of which a tile holds the queries of several positions; also of values that are not
+    finite, which some of them see."""
+    cuda, lengths = ROOM.module("cuda"), [1, 3, 127, 128, 129, 400, 40, 260, 1000]
+    q, k, v = attention_inputs(lengths, *heads, dim, dim, seed=23, dtype=dtype, device="cuda")
+    for special in (False, True):
+        if special:
+            v = v.clone()
+            v[::7, :, 3], v[5::11, :, 9], v[2::13, :, -1] = float("inf"), float("nan"), float("-inf")
+        k_cache, v_cache, table, lens, _ = step_of(lengths, k, v, page_size)
+        k_cache, v_cache = (x.nan_to_num(nan=5.0) if not special else x for x in (k_cache, v_cache))
+        for most in (1, 2, 5, 9, 16):
+            counts = [min(length, most - i % 2 if most > 1 else 1) for i, length in enumerate(lengths)]
+            ends = offsets(lengths).tolist()[1:]
+            rows = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, counts)]).to("cuda")
+            step = k_cache, v_cache, table, lens, offsets(counts, "cuda"), most
+            found = []
+            for few in (False, True):
+                out = torch.full((len(rows), heads[0], dim), 7.0, dtype=dtype, device="cuda")
+                cuda.ours_paged(q[rows], *step, dim**-0.5, window, None, None, out, few=few)
+                found.append(out)
+            assert_bitwise(found[1], found[0], f"up to {most} queries, {special=}")
+            paged = vx.attention_paged(q[rows], *step, window=window, backend="cuda")
+            assert_bitwise(paged, found[0], "as dispatched")
 
 
 @SM90

@@ -30,7 +30,7 @@ from .suffixes import NOTHING, ROOT, Match, Suffixes
 if TYPE_CHECKING:
     from .plan import Chunk, StepPlan
 
-_INDEXED = 1024  # tokens that are added to automata in one step, at most: a few milliseconds
+_INDEXED = 128  # tokens that are added to automata in one step, at most: a millisecond or two
 _MOST_STATES = 1 << 20  # of all automata together, some 50 bytes each; a token that texts hold counts as one too
 _OF_A_PROMPT = 64  # ... and as so many whatever else is kept of a prompt
 _LOOKS = 16  # prompts that are looked at for each that begins: how large all are together
@@ -347,12 +347,14 @@ class Drafter:
         elif follower.hits < _SELDOM * follower.tries:
             follower.resting = follower.rest = min(_LONGEST_REST, 2 * follower.rest + 1)
 
-    def note_time(self, plan: "StepPlan", now: float) -> None:
-        """A step is committed. One of decodes is measured: it began when it was planned, or with the end of the one
-        before, unless the engine had nothing to do in between."""
+    def note_time(self, plan: "StepPlan", now: float, tokens: int) -> None:
+        """A step is committed, and gave so many tokens. One of decodes is measured: it began when it was planned, or
+        with the end of the one before, unless the engine had nothing to do in between."""
         committed, self._committed = self._committed, now
         if plan.planned is None:
             return
         asking = 0.0 if self._chains is None else self._chains.spent  # which `worth` does not count among steps
         own, between = now - plan.planned, plan.planned - committed - asking
-        self.pace.note(len(plan.chunks), plan.drafted, own + between if between < own else own)
+        seconds = own + between if between < own else own
+        self.pace.account(len(plan.chunks), plan.drafted, seconds + asking, tokens)
+        self.pace.note(len(plan.chunks), plan.drafted, seconds, plan.ahead)

@@ -6,6 +6,10 @@ accepted. Drafts are verified where tokens per second are likely to be more.
 Steps are measured as they run. What none has taken yet follows from others: a row more takes what it took there, or
 what it took when graphs were made; and a step with drafts takes some time however few, for the host has to wait for it.
 Of how many rows nothing is known, twice as many are tried each time.
+
+What is likely may be wrong. So what steps with drafts gave is compared with what single tokens would have taken: drafts
+may lose a share of the time of all steps, and what they have gained before, and no more (`allowed`); and now and then
+steps of single tokens are taken anew, for where all have drafts nobody would know that others were faster.
 """
 
 import itertools
@@ -14,9 +18,14 @@ from collections.abc import Mapping, Sequence
 LEAST_GAIN = 0.05  # of tokens per second, for times are not that exact
 AGAIN = 16, 128  # steps of as many sequences after which a choice against drafts is tried anew: twice as many each time
 _DEAREST = 2.0  # ... if it is likely to take no more than so many times that of single tokens
-_SLOWER, _FASTER = 8, 3  # a step that took longer, or less, than known counts as one of so many
+# A step that took longer, or less, than known counts as one of so many; less without drafts, which may be seldom.
+_SLOWER, _FASTER, _FASTEST = 8, 3, 2
 _MOST = 1.5  # times what is known: something else has taken the rest
 _KEPT = 0.95  # of what is known of rows, after each step
+_LOST, _AT_ONCE = 0.005, 1.0  # of the time of all steps, and of how many steps of single tokens: what drafts may lose
+_DEAR = 4.0  # times a step of single tokens, at most, is what a step with drafts is taken to have lost
+_UNSURE = 1.5  # a gain of less: that single tokens take what is known is looked at again ...
+_LOOKED = 16, 256  # ... after so many steps with drafts, four times as many each time; of more gain, after the most
 
 
 def bucket(count: int) -> int:
@@ -37,23 +46,69 @@ class Pace:
     def __init__(self, graphs: Mapping[int, float] | None = None):
         self._seconds: dict[tuple[int, int], float] = {}  # (sequences, drafted rows), as buckets
         self._met: set[tuple[int, int]] = set()  # the first of a kind may have kernels to compile: it is not counted
+        self._early: set[tuple[int, int]] = set()  # of which no more is known than what the first of some took
         self._device = _by_rows(graphs or {})
         self._more = _Line()  # what steps with drafts took beside those of single tokens, by their rows
         self._declined: dict[int, tuple[int, int]] = {}  # how often it was, and when it is not
+        self._lost: float | None = None  # seconds that drafts may lose yet, whatever the sequences ...
+        self._gained: dict[int, float] = {}  # ... and what they have gained, which they may lose too
+        self._unseen: dict[int, tuple[int, int]] = {}  # steps with drafts since one without, and how many there may be
+        self._behind = False  # the step before had drafts
 
-    def note(self, sequences: int, drafted: int, seconds: float) -> None:
+    def account(self, sequences: int, drafted: int, seconds: float, tokens: int) -> None:
+        """A step with all that belongs to it took so long, and gave so many tokens. Before it is noted."""
+        kind = bucket(sequences)
+        plain = self._plain(kind)
+        behind, self._behind = self._behind, drafted > 0
+        if plain is None:
+            return
+        most = _AT_ONCE * plain
+        if self._lost is None:
+            self._lost = most
+        self._lost = min(most, self._lost + _LOST * min(seconds, _DEAR * plain))
+        if not drafted and not behind:
+            return
+        gave = plain * tokens / sequences
+        gain = gave - (1 + LEAST_GAIN) * min(seconds, _DEAR * max(plain, gave))
+        own = self._gained.get(kind, 0.0) + (gain if drafted else min(gain, 0.0))
+        self._lost += min(own, 0.0)
+        self._gained[kind] = min(max(own, 0.0), most)
+
+    def allowed(self, sequences: int) -> bool:
+        """Whether drafts for so many have not lost more than they may."""
+        return self._lost is None or self._lost > 0 or self._gained.get(bucket(sequences), 0.0) > 0
+
+    def note(self, sequences: int, drafted: int, seconds: float, ahead: bool | None = None) -> None:
+        """ahead: whether the host had prepared the step while another was computed; None: it never does. It can where
+        there are no drafts, and where there are some it can with none but the first: what such a one took is too
+        little, and what single tokens took that come behind drafts is too much."""
         kind, most = bucket(sequences), bucket(drafted)
+        if not drafted and ahead is False:
+            return
+        if drafted:
+            count, limit = self._unseen.get(kind, (0, _LOOKED[0]))
+            self._unseen[kind] = count + 1, limit
+        elif kind in self._unseen:
+            count, limit = self._unseen[kind]
+            self._unseen[kind] = 0, min(4 * limit, _LOOKED[1]) if count >= limit else limit
         if (kind, most) not in self._met:
             self._met.add((kind, most))
             return
         known = self._seconds.get((kind, most))
+        if drafted and ahead:
+            if known is not None:
+                return
+            self._early.add((kind, most))
+        elif (kind, most) in self._early:
+            self._early.remove((kind, most))
+            known = None
         if known is not None:
             seconds = min(seconds, _MOST * known)
-        if drafted and (plain := self._plain(kind)) is not None:
+        if drafted and not ahead and (plain := self._plain(kind)) is not None:
             self._more.add(drafted, seconds - plain - self._on_device(sequences, sequences + drafted))
         seconds += self._between(sequences + drafted, sequences + most)  # as if the bucket were full
         if known is not None:
-            seconds = known + (seconds - known) / (_SLOWER if seconds > known else _FASTER)
+            seconds = known + (seconds - known) / (_SLOWER if seconds > known else _FASTER if drafted else _FASTEST)
         self._seconds[kind, most] = seconds
 
     def seconds(self, sequences: int, drafted: int) -> float | None:
@@ -105,7 +160,10 @@ class Pace:
             return 0
         kind, most = bucket(sequences), len(chances)
         right = list(itertools.accumulate(chances))
-        best, chosen = (1 + LEAST_GAIN) * sequences / plain, 0
+        if not self.allowed(sequences):
+            return 0
+        single = sequences / plain
+        best, chosen = (1 + LEAST_GAIN) * single, 0
         for full in _BUCKETS:  # a bucket's rows are taken to cost the same
             known, at = self._seconds.get((kind, full)), min(full, most)
             rate = (sequences + right[at - 1]) / (known or plain + self._takes_more(sequences, at))
@@ -115,6 +173,8 @@ class Pace:
                 break
         if chosen:
             self._declined.pop(kind, None)
+            if self._unsure(kind, best / single):
+                return 0
             return min(chosen, self.furthest(sequences))  # which may be worth nothing by itself, and is to be known
         if right[-1] < LEAST_GAIN * sequences:  # even if drafts took no time
             return 0
@@ -128,6 +188,11 @@ class Pace:
         if (kind, bucket(likely)) in self._met:  # else the next step is another, for the first is not counted
             self._declined[kind] = 0, min(2 * wait, AGAIN[1])
         return likely
+
+    def _unsure(self, kind: int, gain: float) -> bool:
+        """Whether a step of single tokens is to show again what such take."""
+        count, limit = self._unseen.get(kind, (0, _LOOKED[0]))
+        return count >= (limit if gain < _UNSURE else _LOOKED[1])
 
 
 def _by_rows(known: Mapping[int, float]) -> list[float]:

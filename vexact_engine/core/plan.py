@@ -55,6 +55,7 @@ class StepPlan:
     windowed  page -> the one of layers with a window that stands beside it from here on
     drafted   tokens of drafts
     planned   when it was made, in time.monotonic() seconds; None where that is not measured
+    ahead     whether it was made while another was computed; None where none is
     failure   why it cannot be computed
     """
 
@@ -64,6 +65,7 @@ class StepPlan:
     windowed: dict[int, int] = field(default_factory=dict)
     drafted: int = 0
     planned: float | None = None
+    ahead: bool | None = None
     failure: Exception | None = None
 
     def __bool__(self):

@@ -305,7 +305,7 @@ class Scheduler:
 
         if self.drafter is not None:
             if 0 < num_decodes == len(chunks):
-                self._draft(plan, budget)
+                self._draft(plan, budget, lookahead)
             elif chunks:
                 self.drafter.pass_over()
         if plan:
@@ -316,7 +316,7 @@ class Scheduler:
             self.stats.mixed_steps += 0 < num_decodes < len(chunks)
         return plan
 
-    def _draft(self, plan, budget):
+    def _draft(self, plan, budget, lookahead):
         """Let decodes have more rows, where nothing else is computed: whatever waits comes first."""
         most, found = max(0, min(budget, MOST_VERIFIED - len(plan.chunks))), []
         try:
@@ -334,7 +334,7 @@ class Scheduler:
                 sequence.drafted += len(tokens)
                 plan.drafted += len(tokens)
         self.stats.drafted_tokens += plan.drafted
-        plan.planned = time.monotonic()
+        plan.planned, plan.ahead = time.monotonic(), bool(self._in_flight) if lookahead else None
 
     def _lengthen(self, chunk, count):
         """Take pages for so many tokens behind a decode, where that leaves one to each other sequence. Returns for how
@@ -504,7 +504,7 @@ class Scheduler:
         grown, row, now = [], 0, time.monotonic()
         size, version, finished = self.pool.page_size, plan.weight_version, State.FINISHED
         token_ids, tops = sampled.token_ids, sampled.top_logprobs
-        logprobs, raw_logprobs = sampled.logprobs, sampled.raw_logprobs
+        logprobs, raw_logprobs, accepted = sampled.logprobs, sampled.raw_logprobs, self.stats.accepted_tokens
         for chunk in plan.chunks:
             sequence, draft, end = chunk.sequence, chunk.draft, chunk.end
             alive, ended = sequence.state is not finished, None
@@ -548,7 +548,7 @@ class Scheduler:
             if ended:
                 self._finish(sequence, *ended)
         if self.drafter is not None:
-            self.drafter.note_time(plan, now)
+            self.drafter.note_time(plan, now, len(plan.chunks) + self.stats.accepted_tokens - accepted)
         return grown
 
     def _accepted(self, chunk, count):

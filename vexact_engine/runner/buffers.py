@@ -303,15 +303,17 @@ class Buffers:
         """Decodes that are padding have slots and so many keys meanwhile, in pages at random: for the time that steps
         take. They still store nothing. Nobody may have a slot."""
         columns, count = self.columns(body), body.sequences
-        context, slots, states, table = columns["context"], columns["slots"], columns["states"], self.table[:count]
+        context, slots, states = columns["context"], columns["slots"], columns["states"]
+        own, table = torch.arange(count), self.table[: min(count, self.slots)]
+        beyond = own >= self.slots  # these have no tokens
         counts = [len(cache) for cache in self.caches.keys if cache is not None]
         table.random_(max(counts, default=1))
         beside = None if self.beside is None else self.beside.clone()  # the prefix cache may know pages
         if self.beside is not None:
             self.beside.random_(min(counts))
         context.copy_(torch.tensor(lengths, dtype=torch.int32))
-        slots.copy_(torch.arange(count))
-        states.copy_(torch.arange(count))
+        slots.copy_(own.clamp(max=self.slots))
+        states.copy_(own.masked_fill(beyond, -1))
         try:
             yield
         finally:

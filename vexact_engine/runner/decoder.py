@@ -22,6 +22,7 @@ from .memory import Caches
 from .ranks import Alone, Ranks, Tokens
 
 _ALONE = Alone()
+_FEW = 16  # tokens of a sequence: with more attention waits for what was stored before it
 
 
 @torch.no_grad()
@@ -161,8 +162,8 @@ class StepParts:
         self.table, self.windowed = (
             (slots, (table, *lengths)) for slots, table in (paged.places(None), paged.places(1))
         )
-        # A token a sequence: no other's key or value of this step is seen, and a projection lies behind all the rest.
-        self.settled = paged.max_seqlen_q == 1 and not batch.apart
+        # Of this step no other sequence's keys or values are seen, and a projection lies behind all the rest.
+        self.settled = paged.max_seqlen_q <= _FEW and not batch.apart
         self.tables = []
         for inv_freq, scaling, dtype, axes in rotary:
             places, axes = (batch.positions, None) if batch.axes is None else (batch.axes, axes)

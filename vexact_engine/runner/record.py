@@ -42,7 +42,7 @@ class Graphs:
 
     eager     why there are none, "" where there are
     captured  whether there are some now
-    verified  rows -> seconds of steps that verify drafts, of a few keys, as they were first made
+    verified  rows -> seconds of steps that verify drafts, as they were first made
     """
 
     def __init__(self, runner: "Runner"):
@@ -144,7 +144,7 @@ class Graphs:
                 if self._runner.config.speculation is not None:
                     self.verify = self.verify_cut = make("drafts", self._verify_body, plain)
                     self.verified = self.verified or {
-                        rows: self._took(self.verify.fit(rows)) for rows in self.verify.sizes
+                        rows: self._took(self.verify.fit(rows), long=True) for rows in self.verify.sizes
                     }
                     if self._runner.draws:
                         self.verify_cut = make("drafts with cuts", self._verify_body, cut, like="drafts")
@@ -220,7 +220,7 @@ class Graphs:
 
         def tune(size: int) -> list[graphs.Run] | None:
             body = body_of and head_of and body_of(size)
-            return self._tune(body, head_of(size)) if body and body.longest == 1 and not body.apart else None
+            return self._tune(body, head_of(size)) if body and body.all_drawn else None
 
         def seconds(size: int) -> float:
             progress(f"graphs of {name}", len(ladder.sizes), len(ladder.sizes) + 1, f"{size} rows")
@@ -275,9 +275,18 @@ class Graphs:
         took = self._seconds(one.replay)
         return took * (1 + _PADDING) < self._took(other)
 
-    def _took(self, found: graphs.Recorded) -> float:
+    def _took(self, found: graphs.Recorded, long: bool = False) -> float:
+        """long: with as many keys as decodes are tuned with."""
         self._pad(found.body, found.head)
-        return self._seconds(found.replay)
+        with self._long(found.body) if long else contextlib.nullcontext():
+            return self._seconds(found.replay)
+
+    def _long(self, body: Body) -> contextlib.AbstractContextManager:
+        """Padding has keys meanwhile: the longest sequence, which is first, so many, the shortest an eighth of that."""
+        longest = min(_TUNED_CONTEXT, self._runner.buffers.max_pages * self._runner.config.page_size)
+        lengths = np.linspace(longest, longest / 8, body.sequences)
+        least = min(body.longest, longest)
+        return self._runner.buffers.long_padding(body, [max(least, int(length)) for length in lengths])
 
     def _seconds(self, run: graphs.Run) -> float:
         return self._agreed(self._recorder.seconds(run))
@@ -291,9 +300,8 @@ class Graphs:
         return float(ranks.gather(own).max())
 
     def _tune(self, body: Body, head: Head) -> list[graphs.Run]:
-        """Choose products' kernels by the time of a whole step of decodes, the longest of so many keys, the shortest of
-        an eighth of that, the longest first. Returns the last graph that was timed, in a list: the memory that all
-        graphs share is given back with the last of them.
+        """Choose products' kernels by the time of a whole step of decodes, with drafts or without. Returns the last
+        graph that was timed, in a list: the memory that all graphs share is given back with the last of them.
 
         Up to eight graphs of a size are there at once. What they compute with is the same memory, for nothing of it
         outlives a capture; what each has of its own is little, and there is room for that of `_MOST_GRAPHS`.
@@ -301,8 +309,6 @@ class Graphs:
         Ranks choose alone, each product by itself: they would have to time the same steps together."""
         if self._runner.ranks.size > 1:
             return []
-        longest = min(_TUNED_CONTEXT, self._runner.buffers.max_pages * self._runner.config.page_size)
-        lengths = [max(1, int(length)) for length in np.linspace(longest, longest / 8, body.sequences)]
         held: list[graphs.Run] = []
 
         def step() -> None:
@@ -314,8 +320,9 @@ class Graphs:
             return lambda: self._recorder.seconds(replay, 1)
 
         self._pad(body, head)
-        with self._runner.buffers.long_padding(body, lengths):
-            tuned = vx.tune(step, capture, f"decodes of {body.tokens} rows: {memory.text(self._runner.memories)}")
+        kind = "decodes" if body.longest == 1 and not body.apart else "drafts"
+        with self._long(body):
+            tuned = vx.tune(step, capture, f"{kind} of {body.tokens} rows: {memory.text(self._runner.memories)}")
         changed = [f"{one.product}: {one.chosen}, not {one.raced}" for one in tuned if one.chosen != one.raced]
         if changed:
             log.info("in a step of %d rows other kernels are faster than alone: %s", body.tokens, "; ".join(changed))

@@ -1,4 +1,5 @@
 """SM90's own class: one order of keys (csrc/attention/flash.cuh), in our CUDA kernels and in flash-attn-4's.
+One file because what decides about a call and what is called have to know the same of it.
 
 A case is served in that order on both sides, training and paged, or by the Triton kernels on both sides; which one is a
 function of what a case is (`flash`), never of how many rows or keys a call has, nor of what is installed. Within the
@@ -33,10 +34,12 @@ LATENT = 576  # such keys hold their values: a kernel of their own, blocks of 64
 LONG = 256  # queries, of which each may meet LONG_WORK / queries keys: below, our kernel is as fast as a launch
 LONG_WORK = 1 << 20
 LONG_CHUNK = 16  # queries of the longest chunk of a paged call; shorter ones stand among single queries
+FEW_QUERIES = 16  # of each sequence, as where drafts are verified: tiles of decode hold several of them
+FEW_HEAD_DIMS = {(64, 64), (128, 128)}  # that there is such a kernel for
 MOST_SPLIT = 512  # sequences of a decode step whose segments run in parallel (csrc/attention/flash_decode.cuh)
 MOST_PARTIAL = 1 << 26  # fp32 values that the parallel segments of a call may put aside
 # kernels, as decisions name them
-OURS, FLASH_LATENT, FLASH_ATTN, TRITON = "flash", "flash, latent", "flash-attn-4", "triton"
+OURS, FEW, FLASH_LATENT, FLASH_ATTN, TRITON = "flash", "flash, few queries", "flash, latent", "flash-attn-4", "triton"
 _LOG2_E = 1.4426950408889634
 
 
@@ -187,7 +190,8 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
             q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, kv_segment, sinks, out
         )
     # single queries; with nonfinite, the others only where a value is not finite
-    ours_paged(q, k_cache, v_cache, *step, scale, window, kv_segment, sinks, out, partial, nonfinite, settled)
+    numbers = scale, window, kv_segment, sinks
+    ours_paged(q, k_cache, v_cache, *step, *numbers, out, partial, nonfinite, settled, few=kernel == FEW)
     return out
 
 
@@ -206,12 +210,12 @@ def _fast_prefill(
 
 def ours_paged(
     q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, scale, window, segment, sinks, out,
-    partial=None, wanted=None, settled=False,
+    partial=None, wanted=None, settled=False, few=False,
 ) -> None:  # fmt: skip
     """Our kernels: write out (T, Hq, Dv); rows of sequences with more queries than one only where wanted (1,) int32, if
-    it is there, does not hold 0. settled: as attention_paged is asked."""
+    it is there, does not hold 0. settled: as attention_paged is asked. few: by the kernel for few queries each."""
     step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
-    numbers = sinks, scale, window or 0, segment or 0, settled
+    numbers = sinks, scale, window or 0, segment or 0, settled, few
     native.ops().attention_flash_paged(q, k_cache, v_cache, *step, *numbers, wanted, partial, out)
 
 
@@ -275,6 +279,7 @@ class Call(NamedTuple):
     flash    whether it belongs to the flash order; latent: whether its keys hold their values
     shape    of a case that more than one kernel may compute, else None: decodes ask at every layer
     long     whether flash-attn-4's kernel takes it, and is worth its launch
+    few      whether the kernel for few queries of each sequence takes it
     segment  kv_segment; page: keys in one
     """
 
@@ -285,6 +290,7 @@ class Call(NamedTuple):
     latent: bool
     shape: Shape | None
     long: bool = True
+    few: bool = False
     segment: int | None = None
     page: int = 0
 
@@ -292,7 +298,7 @@ class Call(NamedTuple):
     def forward(cls, q, k, v, max_seqlen, sinks, scale, causal, window, softcap, kv_segment, **_) -> "Call":
         ours, long = flash(q, v, sinks, scale, softcap, causal), _is_long(q, max_seqlen) and k.shape[0] > 0
         shape = Shape.of(q, k, v, causal, window, sinks is not None) if ours and long else None
-        return cls("forward", q.device, q.dtype, ours, q.shape[2] == LATENT, shape, long, kv_segment)
+        return cls("forward", q.device, q.dtype, ours, q.shape[2] == LATENT, shape, long, segment=kv_segment)
 
     @classmethod
     def paged(
@@ -304,7 +310,10 @@ class Call(NamedTuple):
         if long and ours:
             shape = Shape.of(q, k_cache, v_cache, True, window, sinks is not None)
             long = block_table.stride(1) == 1 and _pages_fit(shape, page)
-        return cls("paged", q.device, q.dtype, ours, latent, shape, long, kv_segment, page)
+        few = 1 < max_seqlen_q <= FEW_QUERIES and not long and ours and pages > 0 and kv_segment is None
+        if few and (few := (q.shape[2], v_cache.shape[3]) in FEW_HEAD_DIMS and _boxes_fit(q.shape[2], page)):
+            shape = Shape.of(q, k_cache, v_cache, True, window, sinks is not None)
+        return cls("paged", q.device, q.dtype, ours, latent, shape, long, few, kv_segment, page)
 
     @classmethod
     def backward(cls, q, k, v, sinks, scale, causal, window, softcap, **_) -> "Call":
@@ -315,7 +324,7 @@ class Call(NamedTuple):
 
 def route(call: Call) -> Decision:
     """Which kernel computes a call: dispatch takes it, `explain` shows it, `admit` asks for it ahead of time."""
-    part, device, dtype, ours, latent, shape, long, segment, page = call
+    part, device, dtype, ours, latent, shape, long, few, segment, page = call
     if not ours:
         return canonical_by_rule(TRITON, "not a case of the flash order (see attention_varlen)")
     if part == "backward":
@@ -324,6 +333,8 @@ def route(call: Call) -> Decision:
         return canonical_by_rule(TRITON, _why_not()) if _cute() is None else _backward(device, dtype, shape)
     if latent:
         return canonical_by_rule(FLASH_LATENT, "the one kernel of latent attention")
+    if few:
+        return _few(device, dtype, shape, page)
     if not long:
         return canonical_by_rule(OURS, _SHORT[part])
     if _cute() is None:
@@ -337,10 +348,16 @@ _SHORT = {
 }
 
 
+def _boxes_fit(d: int, page: int) -> bool:
+    """Whether pages fill blocks of keys, or blocks pages."""
+    keys = flash_keys(d)
+    return page % keys == 0 or (keys % page == 0 and page >= 8)
+
+
 def _pages_fit(shape: Shape, page: int) -> bool:
-    keys = flash_keys(shape.d)
-    boxes = page % keys == 0 or (keys % page == 0 and page >= 8)  # that fill a block
-    return boxes and (192 if shape.d <= 96 else 128) % shape.group == 0  # tiles of all that share keys
+    return (
+        _boxes_fit(shape.d, page) and (192 if shape.d <= 96 else 128) % shape.group == 0
+    )  # tiles of all that share keys
 
 
 def _fast_backward(call: Call) -> bool:
@@ -472,16 +489,57 @@ def _paged_cases(device, dtype, shape: Shape, segment: int | None, page: int) ->
     for (lengths, special), chunk in zip(_lengths(segment), (150, 1 << 30, 40, 150)):
         q, k, v = (x.contiguous() for x in _inputs(device, dtype, shape, lengths, special))
         counts = [1 if length == 130 else min(length, chunk) for length in lengths]
-        ends = offsets(lengths, device).tolist()[1:]
-        rows = [torch.arange(end - count, end, device=device) for end, count in zip(ends, counts)]
-        pages = Pages.of(k, v, lengths, page, seed=1)
-        for cache in (pages.k_cache, pages.v_cache):
-            cache.fill_(3.0)  # finite, where no key is
-        pages.put(k, v)
-        lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        caches = pages.k_cache, pages.v_cache, pages.block_table
         sinks = _sinks(device, shape, special == "all")
-        cases.append((q[torch.cat(rows)], *caches, lens, offsets(counts, device), sinks, special != "all"))
+        cases.append((*_ends(q, k, v, lengths, counts, page), sinks, special != "all"))
+    return cases
+
+
+def _ends(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], counts: list[int], page: int) -> tuple:
+    """The last queries of sequences, and what is cached of these."""
+    device, ends = q.device, offsets(lengths, "cpu").tolist()[1:]
+    rows = [torch.arange(end - count, end, device=device) for end, count in zip(ends, counts)]
+    pages = Pages.of(k, v, lengths, page, seed=1)
+    for cache in (pages.k_cache, pages.v_cache):
+        cache.fill_(3.0)  # finite, where no key is
+    pages.put(k, v)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return q[torch.cat(rows)], pages.k_cache, pages.v_cache, pages.block_table, lens, offsets(counts, device)
+
+
+@decided
+def _few(device: torch.device, dtype: torch.dtype, shape: Shape, page: int) -> Proposal:
+    def run(few):
+        def call(q, k, v, table, lens, cu, sinks):
+            out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype, device=q.device)
+            ours_paged(
+                q, k, v, table, lens, cu, FEW_QUERIES, shape.scale, shape.window, None, sinks, out, few=few
+            )  # fmt: skip
+            return out
+
+        return call
+
+    return Proposal(
+        _key("paged few", dtype, shape, f"page={page}"),
+        [Candidate(FEW, run(True), _source())],
+        Candidate(OURS, run(False), _source()),
+        functools.partial(_few_cases, device, dtype, shape, page),
+        ahead=False,
+    )
+
+
+def _few_cases(device, dtype, shape: Shape, page: int) -> list[tuple]:
+    """Ends of sequences, of one query up to as many as there may be: within a block of keys and across two, and with
+    values that are not finite between those that all queries see and those that none does."""
+    cases = []
+    for lengths, special in (
+        ([1, 700, 130, 1300, 64, 9], ""),
+        ([33, 1, 301, 135], "small"),
+        ([90, 1, 120, 260], "all"),
+    ):
+        q, k, v = (x.contiguous() for x in _inputs(device, dtype, shape, lengths, special))
+        for first in range(0, FEW_QUERIES, 5 if special else 3):
+            counts = [min(length, (first + 7 * i) % FEW_QUERIES + 1) for i, length in enumerate(lengths)]
+            cases.append((*_ends(q, k, v, lengths, counts, page), _sinks(device, shape, special == "all")))
     return cases
 
 
@@ -561,6 +619,8 @@ def admit(
         found.append(route(call))
         if page is not None and _pages_fit(shape, page):
             found.append(route(call._replace(part="paged", page=page)))
+        if page is not None and ours and segment is None and (d, dv) in FEW_HEAD_DIMS and _boxes_fit(d, page):
+            found.append(route(call._replace(part="paged", few=True, page=page)))
         if training:
             found += [decision for _, decision in _parts(call._replace(part="backward"))]
     return found

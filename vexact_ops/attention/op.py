@@ -132,9 +132,9 @@ def attention_paged(
     cu_seqlens_q  (B + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1]; from 0 to T
     max_seqlen_q  at least the most queries of a sequence; no effect on bits
     scale, window, softcap, sinks, kv_segment   as in attention_varlen
-    settled       a promise about the stream: since all that is read here, but q and each sequence's last key and value,
-                  was written, a product (`linear`) has been launched. On SM90 single queries then begin with what is
-                  there already while the kernel before, rope_kv_store say, still runs. No effect on bits; where the
+    settled       a promise about the stream: since all that is read here, but q and the keys and values of q's tokens,
+                  was written, a product (`linear`) has been launched. On SM90 few queries then begin with what is there
+                  already while the kernel before, rope_kv_store say, still runs. No effect on bits; where the
                   promise is broken, values may be those of before
     returns       (T, Hq, Dv) in q.dtype
     bits          those of attention_varlen for the same sequence, for any page size, page order, chunking and batch
