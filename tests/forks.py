@@ -2,8 +2,9 @@
 forks of one that has imported what they import, which takes each of them five seconds of a core.
 
 The first of a kind in a run begins as for users. Those after it get their descriptors, environment and parent in
-`become`, and run the line of code that `python -c` would. Whatever is asked for beyond that begins as for users too,
-and so does everything where torch sees a GPU, which no fork may use.
+`become`, and run the line of code that `python -c` would. What they start themselves are forks too, of a child that
+each has for that (`program`); and what is imported they do not take to pieces at their end (`whole`). Whatever is asked
+for beyond that begins as for users too, and so does everything where torch sees a GPU, which no fork may use.
 """
 
 import atexit

@@ -163,7 +163,7 @@ def ask(path: str, argv: list[str]) -> None:
 # The process that forks
 
 
-def serve(listener: socket.socket) -> dict | None:
+def serve(listener: socket.socket) -> dict:
     """Forks for every order that comes, until stdin ends. Returns in the forks alone, with the order."""
     import forks
 
@@ -194,7 +194,7 @@ def serve(listener: socket.socket) -> dict | None:
                 for each in descriptors:
                     os.close(each)
             if 0 in ready:
-                return None
+                os._exit(0)
     client.close(), os.close(awake)
     signal.set_wakeup_fd(-1)
     os.close(waker)
@@ -236,7 +236,8 @@ def _ended() -> tuple[int, int]:
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         ask(sys.argv[1], sys.argv[2:])
-    elif _order := serve(socket.socket(fileno=int(sys.argv[1]))):
+    else:
+        _order = serve(socket.socket(fileno=int(sys.argv[1])))
         import forks
 
         forks.whole(lambda: run(_order["argv"]))
