@@ -2,8 +2,9 @@
 forks of one that has imported what they import, which takes each of them five seconds of a core.
 
 The first of a kind in a run begins as for users. Those after it get their descriptors, environment and parent in
-`become`, and run the line of code that `python -c` would. Whatever is asked for beyond that begins as for users too,
-and so does everything where torch sees a GPU, which no fork may use.
+`become`, and run the line of code that `python -c` would. What they start themselves are forks too, of a child that
+each has for that (`program`); and what is imported they do not take to pieces at their end (`whole`). Whatever is asked
+for beyond that begins as for users too, and so does everything where torch sees a GPU, which no fork may use.
 """
 
 import atexit
@@ -23,8 +24,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 FILES = {
     "test_benchmark_engine.py",
@@ -67,6 +70,8 @@ KINDS = (
     "from multiprocessing.spawn import spawn_main; spawn_main(",
     "import runpy; runpy.run_module('vexact_engine.cli', run_name='__main__', alter_sys=True)",
 )
+STARTING = KINDS[0], KINDS[2], KINDS[3]  # those that may start others themselves
+NAME = "vexact-forks"  # of what forks for such a one, among its children
 COMMAND = "-m", "vexact_engine.cli"  # `python -m` of it is the last kind
 IMPORTED = (
     "vexact_engine.parallel.process",
@@ -136,12 +141,17 @@ class Server:
     """The process that forks, as pytest's sees it.
 
     begun   a folder with a file for each kind that has begun as for users
+    ours    its socket, where it is there already: in a fork
     """
 
-    def __init__(self, begun: Path):
+    def __init__(self, begun: Path, ours: socket.socket | None = None):
         self.begun, self.environment, self._lock = begun, dict(os.environ), threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs, self._socket = None, ours
+        if ours is None:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(SECONDS)
+        if theirs is None:
+            return
         with theirs:
             command = [sys.executable, *_FLAGS, __file__, str(theirs.fileno()), json.dumps(sys.path)]
             environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a thread of its pool is not in a fork
@@ -167,6 +177,8 @@ class Server:
             "parent": os.getpid(),
             "session": session,
             "numbers": list(descriptors),
+            "begun": str(self.begun),
+            "starts": kind in STARTING,
         }
         libc = ctypes.CDLL(None)
         with self._lock:
@@ -277,6 +289,31 @@ def serve(ours: socket.socket) -> dict:
             os.close(reading), os.close(writing)
 
 
+def program(order: dict) -> dict:
+    """The order itself, in the process that it was for: which asks a child of its own for forks, if it starts any. In
+    those it is theirs."""
+    if not order["starts"]:
+        return order
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        ours.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in order["numbers"]:  # whoever waits for their end does not wait for this process
+            os.dup2(null, number) if number < 3 else os.close(number)
+        os.close(null)
+        comm = Path("/proc/self/comm")
+        before = comm.read_text()
+        comm.write_text(NAME)
+        found = serve(theirs)
+        comm.write_text(before)
+        return program(found)
+    theirs.close()
+    Forked.server = Server(Path(order["begun"]), ours)
+    subprocess.Popen, multiprocessing.util.spawnv_passfds = Forked, _spawn_forked
+    return order
+
+
 def become(order: dict, descriptors: list[int]) -> None:
     """What a process of its own is from its start on."""
     end = time.monotonic() + SECONDS
@@ -295,7 +332,6 @@ def become(order: dict, descriptors: list[int]) -> None:
     if order["session"]:
         os.setsid()
     signal.signal(signal.SIGINT, _INTERRUPT)
-    atexit.register(gc.unfreeze)  # nanobind names what is left of its own at the end
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.path[:] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
@@ -303,10 +339,38 @@ def become(order: dict, descriptors: list[int]) -> None:
     random.seed()
 
 
+def whole(program: Callable[[], object]) -> NoReturn:
+    """Runs it as all that this process does, and ends as Python does but for the last: taking to pieces what the fork
+    has of the process that it is of is three seconds of a core."""
+    try:
+        try:
+            program()
+        finally:
+            threading._shutdown()  # waits for threads
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = error if isinstance(error, KeyboardInterrupt) else 1
+    if not isinstance(code, int | KeyboardInterrupt | None):
+        sys.stderr.write(f"{code}\n")
+    atexit._run_exitfuncs()
+    for stream in sys.stdout, sys.stderr:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a pipe that nobody reads, closed, none
+            stream.flush()
+    if isinstance(code, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 255 if isinstance(code, int) else code is not None)
+
+
 def preload(names: Iterable[str]) -> None:
     """Imports them, and leaves what there is then out of collections: they would copy the pages that forks share."""
     for name in names:
         importlib.import_module(name)
+    for each in weakref.finalize._registry.values():  # of a fork's end they are no part
+        each.atexit = False
     gc.collect()
     gc.freeze()
 
@@ -326,4 +390,5 @@ def main(descriptor: int, path: list[str]) -> dict:
 
 
 if __name__ == "__main__":
-    exec(main(int(sys.argv[1]), json.loads(sys.argv[2]))["code"], {"__name__": "__main__"})
+    _code = program(main(int(sys.argv[1]), json.loads(sys.argv[2])))["code"]
+    whole(lambda: exec(_code, {"__name__": "__main__"}))

@@ -1,10 +1,12 @@
 """What tests start as forks is what subprocess.Popen would have started."""
 
+import ast
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
+import time
 
 import forks
 import pytest
@@ -49,7 +51,7 @@ def started(kind, session=False):
 
 @pytest.mark.process
 def test_a_fork_is_what_a_process_of_its_own_would_be(monkeypatch, tmp_path):
-    kind = forks.KINDS[0]
+    kind = forks.KINDS[1]
     monkeypatch.setattr(forks.Forked.server, "begun", tmp_path)
     first, *others = [started(kind, session) for session in (False, False, True)]
     assert not first["fork"] and all(other["fork"] for other in others), "the first of a kind begins as for users"
@@ -59,6 +61,83 @@ def test_a_fork_is_what_a_process_of_its_own_would_be(monkeypatch, tmp_path):
         same = {name: value for name, value in first.items() if name not in ("alone", "fork", "argv", "open")}
         assert {name: other[name] for name in same} == same and len(other["open"]) == len(first["open"])
     assert first["parent"] == os.getpid() and first["threads"] == 1 and first["given"] == "descriptors"
+
+
+ENDS = {
+    "its end": "",
+    "a code": "sys.exit(3)",
+    "a code of more than a byte": "sys.exit(259)",
+    "none": "sys.exit(None)",
+    "a word": "sys.exit('why')",
+    "an error": "raise ValueError('why')",
+    "an interrupt": "raise KeyboardInterrupt",
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ENDS)
+def test_a_fork_ends_as_a_process_of_its_own(how, monkeypatch, tmp_path):
+    """With a thread that still runs, what is called at the end, and what has not been written yet."""
+    monkeypatch.setattr(forks.Forked.server, "begun", tmp_path)
+    code = f"""if 0: {forks.KINDS[0]})
+import atexit, sys, threading, time, weakref
+class Left:
+    pass
+left, ended = Left(), threading.Event()
+weakref.finalize(left, print, "finalized")
+atexit.register(lambda: print("at exit", ended.is_set()))
+threading.Thread(target=lambda: (time.sleep(0.1), ended.set())).start()
+print("unwritten", end="")
+{ENDS[how]}
+"""
+    command = [sys.executable, "-c", code]
+    process, fork = (subprocess.run(command, capture_output=True, text=True, env={**os.environ}) for _ in range(2))
+    assert "at exit True" in process.stdout and "finalized" in process.stdout
+    assert (fork.returncode, fork.stdout) == (process.returncode, process.stdout)
+    assert fork.stderr.splitlines()[-1:] == process.stderr.splitlines()[-1:]
+
+
+@pytest.mark.process
+def test_the_end_of_a_fork_takes_no_modules_to_pieces():
+    """Of the process that it is of, which are some hundred thousand objects."""
+    code = f"if 0: {forks.KINDS[0]})\nimport torch\nclass Left:\n    __del__ = print\ntorch.left = Left()"
+    forks.Forked.server.is_first(forks.KINDS[0])
+    fork = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    assert (fork.returncode, fork.stdout) == (0, "")
+
+
+def _descriptors(pid):
+    """Of a process that has ended there are none, whoever waits for it."""
+    try:
+        return os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return []
+
+
+@pytest.mark.process
+def test_a_fork_starts_forks():
+    """Which are its children, beside the one that forks; and none of them is left when it is killed."""
+    for kind in forks.KINDS:
+        forks.Forked.server.is_first(kind)
+    inner = f"if 0: {forks.KINDS[1]})\nimport os, sys\nprint(os.getppid(), 'vexact_engine.engine' in sys.modules)"
+    code = f"""if 0: {forks.KINDS[0]})
+import os, subprocess, sys, time
+from pathlib import Path
+child = subprocess.run([sys.executable, "-c", {inner!r}], capture_output=True, text=True, env={{**os.environ}})
+children = Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
+names = [Path("/proc", one, "comm").read_text().strip() for one in ("self", *children)]
+print(child.stdout.split(), names, children, os.getpid(), sep="\\n", flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as fork:
+        child, (name, *names), children, pid = (ast.literal_eval(fork.stdout.readline()) for _ in range(4))
+        assert child == [str(fork.pid), "True"] and pid == fork.pid and name != forks.NAME and names == [forks.NAME]
+        fork.kill()
+        end = time.monotonic() + 60
+        while (open_ := _descriptors(children[0])) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not open_
 
 
 def _says(pipe):

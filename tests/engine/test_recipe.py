@@ -416,9 +416,10 @@ def test_a_trainer_that_dies_is_named_and_takes_all_with_it(models):
     ids=["1-Ctrl-C", "2-Ctrl-C", "2-SIGKILL"],
 )
 def test_the_end_of_the_command_is_the_end_of_all(models, number, code, ranks):
-    command = [sys.executable, "-m", "vexact_engine.cli", *argv(models("Qwen3"), "--steps", "100000")]
-    reset = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    process = subprocess.Popen([*command, "--ranks", str(ranks)], cwd=ROOT, stdout=subprocess.PIPE, preexec_fn=reset)
+    reset = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{reset}; {forks.KINDS[-1]}", *argv(models("Qwen3"), "--steps", "100000")]
+    command += ["--ranks", str(ranks)]
+    process = subprocess.Popen(command, env={**os.environ}, stdout=subprocess.PIPE)
     with process.stdout as lines:
         assert b"2 prompts x 4 answers" in lines.readline()
         assert b"aligned" in lines.readline()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import serving
+from children import children_of
 from engine_models import build
 from engine_models import until as until_it_is
 from serving import KEY, httpx
@@ -141,11 +142,10 @@ def test_replicas_behind_one_server(tmp_path):
         http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=300)
         metric = partial(serving.metric, http)
         body = BODY | {"max_tokens": 100_000, "stream": True, "return_rollout": True}
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
         with http, http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             first = next(lines)
-            os.kill(int(children.read_text().split()[0]), signal.SIGKILL)  # the first: it has this request
+            os.kill(children_of(server.process.pid)[0], signal.SIGKILL)  # the first: it has this request
             until(lambda: metric("vexact_replicas_alive") == 1)
             by_then = metric("vexact_decode_tokens_total")
             until(lambda: metric("vexact_decode_tokens_total") > by_then + 50)
@@ -208,11 +208,10 @@ def test_replicas_are_served_like_one_engine_and_one_that_is_killed_is_not_notic
         done = engine.generate(["hello", "there"], params)
     with Process(model, "--replicas", 2, "--max-restarts", 4, "--num-pages", 100) as server:
         body = {"prompt": ["hello", "there"], "seed": 4, "max_tokens": 150, "ignore_eos": True, "return_rollout": True}
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
         with httpx.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}, timeout=300) as answer:
             lines = answer.iter_lines()
             first = next(lines)
-            os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+            os.kill(children_of(server.process.pid)[0], signal.SIGKILL)
             pieces = serving.events("\n\n".join(line for line in (first, *lines) if line))
         assert all("choices" in piece for piece in pieces), pieces[-1]
         for index, one in enumerate(done):

@@ -8,11 +8,11 @@ import signal
 import socket
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import serving
+from children import children_of
 from engine_models import check_idle
 from serving import httpx
 from test_serve_errors import TEXT, Background, check_error, slow, until
@@ -305,9 +305,8 @@ def test_a_step_that_does_not_come_back_holds_no_answer_beyond_its_time(engine, 
 @pytest.mark.process
 def test_a_replica_that_stands_still_holds_no_answer_and_no_end(ctrl_c, model):  # noqa: F811
     with Process(model, "--replicas", 1, "--request-timeout", 3, "--drain-seconds", 1) as server:
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
         assert httpx.post(server.url + "/v1/completions", json=BODY, timeout=300).status_code == 200
-        os.kill(int(children.read_text().split()[0]), signal.SIGSTOP)
+        os.kill(children_of(server.process.pid)[0], signal.SIGSTOP)
         for stream in (False, True):
             begin = time.monotonic()
             answer = httpx.post(server.url + "/v1/completions", json=BODY | {"stream": stream}, timeout=300)

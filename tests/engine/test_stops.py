@@ -76,9 +76,14 @@ def test_a_stop_string_that_could_never_be_found_is_refused(engine):
     assert "stop has 'x<bos>', expected '<bos>' alone, or skip_special_tokens=False" in refused.error
 
 
-def streamed(engine, params):
-    async def main():
+def streamed(engine, asked):
+    """What is streamed of each, side by side."""
+
+    async def one(params):
         return [item async for item in engine.stream([65, 66], params)]
+
+    async def main():
+        return await asyncio.gather(*map(one, asked))
 
     return asyncio.run(main())
 
@@ -102,16 +107,16 @@ def test_special_tokens_are_in_the_text_where_that_is_asked_for(engine):
 def test_a_stop_string_stays_where_that_is_asked_for(engine, skip, include):
     options = {"skip_special_tokens": skip, "include_stop_str_in_output": include}
     without = answers(engine, stop=("a", "bc"), skip_special_tokens=skip)
-    stopped = 0
-    for seed, (c, bare) in enumerate(zip(answers(engine, stop=("a", "bc"), **options), without)):
+    asked = [SamplingParams(max_new_tokens=100, seed=seed, stop=("a", "bc"), **options) for seed in range(48)]
+    stopped, streams = 0, streamed(engine, asked)
+    for c, bare, items in zip(answers(engine, stop=("a", "bc"), **options), without, streams, strict=True):
         assert c.token_ids == bare.token_ids
         if isinstance(c.stop_reason, str):
             stopped += 1
             assert c.text == bare.text + c.stop_reason * include
         elif c.stop_reason is not None:
             assert c.text == bare.text + "<eos>" * (include and not skip)
-        params = SamplingParams(max_new_tokens=100, seed=seed, stop=("a", "bc"), **options)
-        assert "".join(item.text for item in streamed(engine, params)) == c.text
+        assert "".join(item.text for item in items) == c.text
     assert stopped > 10
 
 

@@ -152,15 +152,14 @@ def on_this_machine(device: str, gpus: int, folder: Path) -> dict[str, object]:
 def launch(command: list[str], env: dict[str, str], folder: Path, timeout: float, forked: bool = True) -> None:
     """Runs it to its end. raises AssertionError with the end of its log where that is no good one
 
-    forked  Ray's workers are forks where they may be (workers.py); False: they begin as for users
+    forked  it is a fork, as Ray's workers are, where they may be (workers.py); False: they begin as for users
     """
     short = tempfile.mkdtemp(prefix="vx-", dir="/tmp")  # Ray's sockets are in it, whose names may not be long
     command, env = [*command, f"+ray_kwargs.ray_init._temp_dir={short}"], {**os.environ, **env}
     with open(folder / "log.txt", "w") as log, contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, short, ignore_errors=True)
         if forked and env["VERL_PLATFORM"] == "cpu":  # no fork may use a GPU
-            executable = stack.enter_context(workers.forking(env, short))
-            command.append(f"+ray_kwargs.ray_init.runtime_env.py_executable='{executable}'")
+            command[0] = stack.enter_context(workers.forking(env))
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=folder)
         try:
             code = process.wait(timeout)
