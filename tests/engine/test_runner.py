@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation
+from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine.core.scheduler import Scheduler
 from vexact_engine.core.step import Encoder
 from vexact_engine.request import Request
@@ -506,22 +506,3 @@ def test_the_smallest_that_fits():
     assert [ladder.fit(rows) and ladder.fit(rows).body for rows in (1, 2, 3, 4, 8, 9)] == [1, 3, 3, 8, 8, None]
     ladder.keep({3})
     assert ladder.sizes == [3] and ladder.fit(1).body == 3
-
-
-def test_kernels_of_steps_with_drafts_are_chosen_at_the_start(recording, monkeypatch):
-    """In steps of long contexts too, whether attention takes their tokens together or each as a sequence."""
-    tuned = {}
-
-    def looked_at(run, capture, about):
-        run()
-        kind, _, rows, *_ = about.split()
-        tuned.setdefault(kind, set()).add(int(rows))
-        return []
-
-    monkeypatch.setattr(vx, "tune", looked_at)
-    monkeypatch.setattr("vexact_engine.runner.record._ONE_BY_ONE", 6)
-    speculation = Speculation(max_draft_tokens=3)
-    with Engine.from_pretrained(build("Qwen3"), config=replace(CONFIG, speculation=speculation)) as engine:
-        made = engine._worker._runner.graphs
-        assert tuned["drafts"] >= {*made.verify.sizes, 1, 23} and tuned["decodes"] >= {*made.decode.sizes}
-        assert not made._runner.buffers.table.any()

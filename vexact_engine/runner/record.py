@@ -220,7 +220,7 @@ class Graphs:
 
         def tune(size: int) -> list[graphs.Run] | None:
             body = body_of and head_of and body_of(size)
-            return self._tune(body, head_of(size)) if body and body.all_drawn else None
+            return self._tune(body, head_of(size)) if body and body.longest == 1 and not body.apart else None
 
         def seconds(size: int) -> float:
             progress(f"graphs of {name}", len(ladder.sizes), len(ladder.sizes) + 1, f"{size} rows")
@@ -300,8 +300,8 @@ class Graphs:
         return float(ranks.gather(own).max())
 
     def _tune(self, body: Body, head: Head) -> list[graphs.Run]:
-        """Choose products' kernels by the time of a whole step of decodes, with drafts or without. Returns the last
-        graph that was timed, in a list: the memory that all graphs share is given back with the last of them.
+        """Choose products' kernels by the time of a whole step of decodes. Returns the last graph that was timed, in a
+        list: the memory that all graphs share is given back with the last of them.
 
         Up to eight graphs of a size are there at once. What they compute with is the same memory, for nothing of it
         outlives a capture; what each has of its own is little, and there is room for that of `_MOST_GRAPHS`.
@@ -320,9 +320,8 @@ class Graphs:
             return lambda: self._recorder.seconds(replay, 1)
 
         self._pad(body, head)
-        kind = "decodes" if body.longest == 1 and not body.apart else "drafts"
         with self._long(body):
-            tuned = vx.tune(step, capture, f"{kind} of {body.tokens} rows: {memory.text(self._runner.memories)}")
+            tuned = vx.tune(step, capture, f"decodes of {body.tokens} rows: {memory.text(self._runner.memories)}")
         changed = [f"{one.product}: {one.chosen}, not {one.raced}" for one in tuned if one.chosen != one.raced]
         if changed:
             log.info("in a step of %d rows other kernels are faster than alone: %s", body.tokens, "; ".join(changed))
