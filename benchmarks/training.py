@@ -315,6 +315,18 @@ class _Recipe:
         return lambda: self.trainer.step(samples, [total])
 
 
+def _products(model: nn.Module, tokens: int, answers: int) -> float:
+    """Operations of a step's products with weights: each token's with all but the table of embeddings and, of a
+    mixture's experts, with those that it takes; an answer's with the head. Attention's own are left out."""
+    config = model.config.get_text_config()
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    count = answers * head.numel()
+    for p in model.parameters():
+        if p is not table and p is not head and p.dim() > 1:
+            count += tokens * p.numel() * (config.num_experts_per_tok / p.shape[0] if p.dim() == 3 else 1)
+    return 6.0 * count
+
+
 def _recipe(args, shape: str) -> dict:
     from vexact_engine.weights.random import load_random
 
@@ -327,8 +339,8 @@ def _recipe(args, shape: str) -> dict:
         bits = _bits(sides[0], trainer.model, model, args)
         del model
         times, gib = _race(*(side.step() for side in sides), args)
-        products = 6 * sum(p.numel() for p in trainer.weights.parameters()) * args.tokens
-        tflops = products / times[0] / 1e9  # of weights alone, attention's own left out
+        answers = sum(len(sample.token_ids) for sample in sides[0].samples(args.tokens // sides[0].length))
+        tflops = _products(trainer.model, args.tokens, answers) / times[0] / 1e9
         rates = {"tflops": round(tflops, 2), "of_product": round(tflops / _product(args.device), 3)}
         ours, stock = (len(side.trainer._batches(side.samples(args.tokens // side.length))) for side in sides)
         case = f"recipe rl, {ours} x {args.tokens // ours} tokens"
