@@ -209,3 +209,18 @@ def test_it_is_differentiable_once():
     (found,) = torch.autograd.grad(values.sum(), [model.model.layers[0].mlp.up_proj.weight], create_graph=True)
     with pytest.raises(RuntimeError):
         found.float().pow(2).sum().backward()
+
+
+def test_a_model_that_cannot_be_looked_at_is_computed_by_its_modules(nodes, monkeypatch, caplog):
+    model = tiny("qwen3", torch.bfloat16).train()
+    vx.patch.hf(model)
+    expected = by_modules(model, monkeypatch, **packed("cpu"))
+    model._vexact.renew()
+
+    def described(self):
+        raise KeyError("what nobody thought of")
+
+    monkeypatch.setattr(state.Patch, "described_in_fp32", described)
+    with caplog.at_level("INFO"):
+        assert_same(step(model, **packed("cpu")), expected)
+    assert not nodes and model._vexact.fused == [] and "what nobody thought of" in caplog.text

@@ -167,25 +167,31 @@ def _checkpoints(layer: nn.Module) -> bool:
 def fuse(patch) -> list[nn.Module]:
     """Give each layer of the patched decoder that can be computed so its forward. Returns those layers."""
     try:
-        described = patch.described_in_fp32()
-    except (NotDescribed, RuntimeError, TypeError, ValueError) as reason:
+        found = list(_layers(patch))
+    except NotDescribed as reason:
         _LOG.debug("patch.hf: no layer in one node: %s", reason)
         return []
+    except Exception:  # a model that cannot be looked at so is computed by its modules, as it was
+        _LOG.info("patch.hf: layers are computed by their modules", exc_info=True)
+        return []
+    for fused in found:
+        fused.layer.__dict__["forward"] = _forward(fused)
+    return [fused.layer for fused in found]
+
+
+def _layers(patch) -> Iterator[Fused]:
+    described = patch.described_in_fp32()
     by_name = {
         f"{path}.{leaf}" if path else leaf: (module, leaf)
         for path, module in reversed(list(patch.model.named_modules(remove_duplicate=False)))
         for leaf, p in module._parameters.items()
         if p is not None
     }
-    holders = {id(p): module for module in patch.base.modules() if isinstance(module, nn.ModuleList) for p in module}
-    layers = [m for m in patch.base.modules() if id(m) in holders]
-    found = []
-    for described_layer in described.layers:
-        fused = _fused(described, described_layer, layers, by_name)
-        if fused is not None:
-            fused.layer.__dict__["forward"] = _forward(fused)
-            found.append(fused.layer)
-    return found
+    lists = [module for module in patch.base.modules() if isinstance(module, nn.ModuleList)]
+    layers = [layer for each in lists for layer in each]
+    for layer in described.layers:
+        if (fused := _fused(described, layer, layers, by_name)) is not None:
+            yield fused
 
 
 def unfuse(layers: Iterable[nn.Module]) -> None:
