@@ -224,3 +224,13 @@ def test_a_model_that_cannot_be_looked_at_is_computed_by_its_modules(nodes, monk
     with caplog.at_level("INFO"):
         assert_same(step(model, **packed("cpu")), expected)
     assert not nodes and model._vexact.fused == [] and "what nobody thought of" in caplog.text
+
+
+def test_under_torch_compile_modules_are_traced(nodes, monkeypatch):
+    model = tiny("qwen3", torch.float32).train()
+    vx.patch.hf(model)
+    got = step(model, **packed("cpu"))
+    assert len(nodes) == 2
+    logits = torch.compile(model, backend="eager")(**packed("cpu")).logits
+    assert len(nodes) == 2
+    assert_bitwise(logits.detach(), got["logits"])

@@ -90,8 +90,6 @@ def base_forward(
     patch = self._vexact
     if not vexact_checked:
         patch.check()
-    if patch.fused is None and vexact_paged is None and torch.is_grad_enabled():
-        patch.fuse((input_ids if inputs_embeds is None else inputs_embeds).device)
     of_images = {}
     if patch.vision is not None:
         of_images = {n: kwargs.pop(n) for n in (*images.ARGUMENTS, *images.VIDEOS, *images.MASKS) if n in kwargs}
@@ -189,6 +187,9 @@ def base_forward(
         options |= {"attention_mask": mask, "vexact_layout": layout}
         out = images.compute(patch.vision, self, input_ids, embeds, encoded, places, options)
         return out.to_tuple() if kwargs.get("return_dict") is False else out
+    trains = vexact_paged is None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if trains and patch.fused is None:
+        patch.fuse(device)
     return type(self).forward(
         self,
         input_ids=input_ids,

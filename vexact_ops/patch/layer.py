@@ -208,6 +208,8 @@ def _forward(fused: Fused) -> Callable:
         return fused.stock(layer, hidden_states, **kwargs) if out is None else out
 
     def forward(hidden_states: Tensor, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return type(layer).forward(layer, hidden_states, *args, **kwargs)
         if not args and _checkpoints(layer):
             if not any(kwargs.get(name) for name in (*_CACHES, "use_cache")):  # of which the class says more
                 return layer._gradient_checkpointing_func(functools.partial(inside, **kwargs), hidden_states)

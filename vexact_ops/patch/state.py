@@ -176,8 +176,6 @@ class Patch:
             if self.fused is None:
                 self.fused = layer.fuse(self)
 
-    fuse._dynamo_marked_constant = True
-
     def sharded(self) -> bool:
         """Whether attention is in a unit of FSDP2's that the decoder calls, which may cast what it is called with."""
         return any(isinstance(module, FSDPModule) for module in self.around)
