@@ -234,3 +234,16 @@ def test_under_torch_compile_modules_are_traced(nodes, monkeypatch):
     logits = torch.compile(model, backend="eager")(**packed("cpu")).logits
     assert len(nodes) == 2
     assert_bitwise(logits.detach(), got["logits"])
+
+
+def test_hooks_on_all_modules_are_called_inside_a_layer(nodes):
+    model, seen = tiny("qwen3", torch.bfloat16).train(), set()
+    vx.patch.hf(model)
+    expected = step(model, **packed("cpu"))
+    nodes.clear()
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.add(id(module)))
+    try:
+        assert_same(step(model, **packed("cpu")), expected)
+    finally:
+        hook.remove()
+    assert not nodes and id(model.model.layers[1].mlp.up_proj) in seen

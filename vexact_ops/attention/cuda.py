@@ -355,9 +355,8 @@ def _boxes_fit(d: int, page: int) -> bool:
 
 
 def _pages_fit(shape: Shape, page: int) -> bool:
-    return (
-        _boxes_fit(shape.d, page) and (192 if shape.d <= 96 else 128) % shape.group == 0
-    )  # tiles of all that share keys
+    rows = 192 if shape.d <= 96 else 128  # of a tile: of all heads that share keys
+    return _boxes_fit(shape.d, page) and rows % shape.group == 0
 
 
 def _fast_backward(call: Call) -> bool:
@@ -511,9 +510,8 @@ def _few(device: torch.device, dtype: torch.dtype, shape: Shape, page: int) -> P
     def run(few):
         def call(q, k, v, table, lens, cu, sinks):
             out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype, device=q.device)
-            ours_paged(
-                q, k, v, table, lens, cu, FEW_QUERIES, shape.scale, shape.window, None, sinks, out, few=few
-            )  # fmt: skip
+            numbers = shape.scale, shape.window, None, sinks
+            ours_paged(q, k, v, table, lens, cu, FEW_QUERIES, *numbers, out, few=few)
             return out
 
         return call

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 from .._core.operator import watched
 from .._core.registry import OPERATORS
@@ -54,9 +55,8 @@ class Shape:
     gelu: bool
 
 
-# The weights, in the order in which a node takes them; a bias and the norms of heads may be None.
+# Whose weights and biases a node takes, in this order, and then those of norms; a bias and norms of heads may be None.
 LINEARS = "q", "k", "v", "o", "gate", "up", "down"
-NORMS = "norm", "q_norm", "k_norm", "mlp_norm"
 
 
 class Fused:
@@ -79,7 +79,9 @@ class Fused:
 
     def undisturbed(self) -> bool:
         """Nothing but the layer's own modules would run inside it."""
-        if _stock(self.layer) is not self.stock or getattr(self.attention, "attention_dropout", 0.0):
+        if _has_any_global_hook() or _stock(self.layer) is not self.stock:
+            return False
+        if getattr(self.attention, "attention_dropout", 0.0):  # which attention refuses
             return False
         for module, forward in self._inside:
             if (
@@ -172,7 +174,7 @@ def fuse(patch) -> list[nn.Module]:
         _LOG.debug("patch.hf: no layer in one node: %s", reason)
         return []
     except Exception:  # a model that cannot be looked at so is computed by its modules, as it was
-        _LOG.info("patch.hf: layers are computed by their modules", exc_info=True)
+        _LOG.warning("patch.hf: layers are computed by their modules, with the same bits", exc_info=True)
         return []
     for fused in found:
         fused.layer.__dict__["forward"] = _forward(fused)
@@ -226,9 +228,8 @@ def _fused(described: Decoder, layer: Layer, modules: list[nn.Module], by_name: 
     if shape is None:
         return None
     attention, mlp = (block.part for block in layer.blocks)
-    before = {"norm": layer.blocks[0].before, "mlp_norm": layer.blocks[1].before}
     parts: list = [getattr(attention, name) for name in LINEARS[:4]] + [getattr(mlp, name) for name in LINEARS[4:]]
-    norms: list[Norm | None] = [before["norm"], attention.q_norm, attention.k_norm, before["mlp_norm"]]
+    norms: list[Norm | None] = [layer.blocks[0].before, attention.q_norm, attention.k_norm, layer.blocks[1].before]
     names = [name for part in parts for name in (part.weight, part.bias)] + [n and n.weight for n in norms]
     if any(name is not None and name not in by_name for name in names):
         return None
