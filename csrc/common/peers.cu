@@ -10,6 +10,7 @@
 // round in one has its bytes, so that they take one way and not two. Round n + 2 may overwrite what round n left:
 // whoever has sent anything of n + 1 had read it, for lines are of one round a launch.
 #include "common/cuda.h"
+#include "common/sm90.cuh"
 #include "common/values.h"
 
 namespace vx {
@@ -62,12 +63,22 @@ __device__ void give_up(int rank, int* missing) {
   __trap();
 }
 
+// From SM90 on a gather stands in a chain of launches (launch_chained): it is there when the product before it ends, and
+// while it waits for other ranks the product after it asks for its weights. Before this returns it reads nothing.
+__device__ __forceinline__ void join_chain() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The same as `gather`, of at most as many units as there are lines; `share` of them for a block.
 __global__ void __launch_bounds__(kThreads) gather_few(const uint2* x, uint2* out, uint32_t total, uint32_t width,
                                                        uint32_t share, Places places, int64_t limit, int* missing) {
+  join_chain();
   const int block = blockIdx.x, own = places.rank, ranks = places.ranks;
   uint32_t* const rounds_here = rounds(places.base[own], block);
-  const uint32_t round = *rounds_here + 1, begin = block * share, count = min(share, total - begin);
+  const uint32_t round = __ldcg(rounds_here) + 1, begin = block * share, count = min(share, total - begin);
   const int turn = round & 1;
   const auto to = [&](uint32_t i, int rank) {
     const uint32_t at = begin + i, row = at / width;
@@ -107,10 +118,11 @@ __global__ void __launch_bounds__(kThreads) gather_few(const uint2* x, uint2* ou
 template <class V>
 __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t total, uint32_t width, uint32_t share,
                                                    Places places, int64_t limit, int* missing) {
+  join_chain();
   const int block = blockIdx.x, own = places.rank, ranks = places.ranks;
   char* const here = places.base[own];
   const int64_t wide = int64_t(ranks) * width;
-  uint32_t round = *rounds(here, block);
+  uint32_t round = __ldcg(rounds(here, block));
   for (int64_t begin = int64_t(block) * share; begin < total; begin += int64_t(gridDim.x) * share) {
     const uint32_t count = uint32_t(min(int64_t(share), int64_t(total) - begin));
     const int turn = ++round & 1;
@@ -145,6 +157,17 @@ __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t 
   if (threadIdx.x == 0) *rounds(here, block) = round;
 }
 
+template <class... Parameters, class... Arguments>
+void launch_kernel(void (*kernel)(Parameters...), unsigned grid, const Tensor& x, const Arguments&... arguments) {
+  int major = 0;
+  VX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, x.get_device_index()));
+  if (major >= 9)
+    VX_CUDA_CHECK(sm90::launch_chained(kernel, dim3(grid), kThreads, 0, current_stream(x), arguments...));
+  else
+    kernel<<<grid, kThreads, 0, current_stream(x)>>>(static_cast<Parameters>(arguments)...);
+  VX_CUDA_CHECK(cudaGetLastError());
+}
+
 template <class V>
 void launch(const Tensor& x, const Tensor& out, int64_t rows, int64_t bytes, const Places& places, int64_t limit,
             int* missing) {
@@ -155,10 +178,8 @@ void launch(const Tensor& x, const Tensor& out, int64_t rows, int64_t bytes, con
   STD_TORCH_CHECK(total / int64_t(sizeof(V)) < (1ll << 32) - kSlot, "peers_gather: ", total, " bytes are too many");
   const int64_t units = total / sizeof(V), blocks = (units + share - 1) / share;
   const int grid = int(blocks < kBlocks ? blocks : kBlocks);
-  gather<V><<<grid, kThreads, 0, current_stream(x)>>>(static_cast<const V*>(data(x)), static_cast<V*>(mutable_data(out)),
-                                                      uint32_t(units), uint32_t(bytes / sizeof(V)), uint32_t(share), places, limit,
-                                                      missing);
-  VX_CUDA_CHECK(cudaGetLastError());
+  launch_kernel(gather<V>, unsigned(grid), x, static_cast<const V*>(data(x)), static_cast<V*>(mutable_data(out)), units,
+                bytes / int64_t(sizeof(V)), share, places, limit, missing);
 }
 
 // x (T, bytes) uint8, out (T, ranks * bytes); bases: where each rank's memory lies, in this process.
@@ -180,10 +201,8 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   if (rows * bytes <= kFew && all % kUnit == 0) {
     const uint32_t units = uint32_t(rows * bytes / kUnit), one = kThreads * kBlocks;
     const uint32_t share = (units + one - 1) / one * kThreads;
-    gather_few<<<(units + share - 1) / share, kThreads, 0, current_stream(x)>>>(
-        static_cast<const uint2*>(data(x)), static_cast<uint2*>(mutable_data(out)), units, uint32_t(bytes / kUnit),
-        share, places, limit, word);
-    VX_CUDA_CHECK(cudaGetLastError());
+    launch_kernel(gather_few, (units + share - 1) / share, x, static_cast<const uint2*>(data(x)),
+                  static_cast<uint2*>(mutable_data(out)), units, bytes / kUnit, share, places, limit, word);
     return;
   }
   if (all % 16 == 0) launch<uint4>(x, out, rows, bytes, places, limit, word);
