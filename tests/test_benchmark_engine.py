@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from benchmarks import __main__, harness, report
 from benchmarks.engine import peer, peers, roof, timing, trace, workloads
@@ -264,6 +265,26 @@ def test_the_roof_counts_every_weight_once(family):
         assert size.layers == 2 and size.expert == 3 * 48 * 40 * 4
         assert size.touched(1) == pytest.approx(3) and 7.9 < size.touched(10) < 8
     assert size.step(2, 10, 0) == size.shared + 2 * size.row + 10 * size.per_token
+
+
+def test_the_roof_of_a_window_ends_at_it():
+    size = roof.sizes(build("GptOss", torch.float32))
+    ((width, kept),) = size.windows
+    least = size.shared + 2 * size.row
+    assert kept and size.per_token
+    assert size.step(2, 2 * width, 0) == least + 2 * width * (size.per_token + kept)
+    assert size.step(2, 9 * width, 0) == least + 9 * width * size.per_token + 2 * width * kept
+
+
+def test_the_roof_of_a_state_is_what_a_step_moves_of_it():
+    config = random.config_of("qwen3.5-9b", 4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    size = roof.sizes(model)
+    deltas = config.layer_types.count("linear_attention")
+    whole = deltas * 32 * 128 * 128 * 4  # read at every step, written at one of 64; and rows of the open chunk
+    assert deltas == 3 and whole * (1 + 1 / 64) < size.state < 1.5 * whole
+    assert size.step(3, 10, 0) == size.shared + 3 * (size.row + size.state) + 10 * size.per_token
 
 
 def test_idle_time_is_what_no_kernel_covers():

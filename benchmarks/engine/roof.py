@@ -1,4 +1,6 @@
-"""The least a decode step must read: every weight that takes part, and the keys and values of all contexts, once."""
+"""The least a decode step must move: every weight that takes part, the keys and values of all contexts that a query may
+see, and of sequences that have a state that state with half of an open chunk's rows, all read once; a state is written
+once a chunk."""
 
 from dataclasses import dataclass
 
@@ -6,7 +8,7 @@ import torch
 
 import vexact_ops as vx
 from vexact_engine.runner import memory
-from vexact_ops.patch.description import Mixture
+from vexact_ops.patch.description import Mixture, State
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,9 @@ class Sizes:
                 where the head is tied to it, the head reads it) and the routed experts
     expert      of one expert of one layer; 0 where there are none
     layers, experts, top_k   of the mixture: layers with routed experts, of how many, of which a token takes
-    per_token   keys and values of one token, all layers
+    per_token   keys and values of one token, of all layers whose queries see every key
+    windows     of each width of a window, in order: (tokens, keys and values of one token of all layers that have it)
+    state       of one sequence's states, all layers: what a step moves of them
     """
 
     shared: int
@@ -27,15 +31,19 @@ class Sizes:
     experts: int
     top_k: int
     per_token: int
+    windows: tuple[tuple[int, int], ...] = ()
+    state: float = 0.0
 
     def touched(self, batch: int) -> float:
         """Experts of a layer that a step of so many tokens reads, if every choice were as likely."""
         return self.experts * (1 - (1 - self.top_k / self.experts) ** batch) if self.experts else 0.0
 
     def step(self, batch: int, context: float, touched: float | None = None) -> float:
-        """Bytes that a step of `batch` decodes reads, whose contexts are `context` tokens all together."""
+        """Bytes that a step of `batch` decodes moves, whose contexts are `context` tokens all together, each about as
+        long as the others."""
         touched = self.touched(batch) if touched is None else touched
-        return self.shared + batch * self.row + self.layers * touched * self.expert + context * self.per_token
+        seen = context * self.per_token + sum(min(context, batch * width) * kept for width, kept in self.windows)
+        return self.shared + batch * (self.row + self.state) + self.layers * touched * self.expert + seen
 
 
 def sizes(model: torch.nn.Module, *, latent: bool = False) -> Sizes:
@@ -55,6 +63,8 @@ def sizes(model: torch.nn.Module, *, latent: bool = False) -> Sizes:
         elif parameter is not table or tied:
             shared += parameter.nbytes
     layers, routers = len(mixtures), [part.router for part in mixtures]
+    windows = sorted({memory.window for memory in memories} - {None})
+    kept = {width: [memory for memory in memories if memory.window == width] for width in (None, *windows)}
     return Sizes(
         shared=shared,
         row=0 if tied else table.nbytes // table.shape[0],
@@ -62,5 +72,15 @@ def sizes(model: torch.nn.Module, *, latent: bool = False) -> Sizes:
         layers=layers,
         experts=routers[0].linear.features if routers else 0,
         top_k=routers[0].top_k if routers else 0,
-        per_token=memory.bytes_per_token(memories, table.dtype),
+        per_token=memory.bytes_per_token(kept[None], table.dtype),
+        windows=tuple((width, memory.bytes_per_token(kept[width], table.dtype)) for width in windows),
+        state=sum(_moved(of, table.dtype) for of in memories if isinstance(of, State)),
     )
+
+
+def _moved(state: State, dtype: torch.dtype) -> float:
+    """Bytes of a step, the mean over a chunk: what is kept over its end is read, and written by one step of a chunk; of
+    the open rows those before are read, one is written."""
+    whole = sum(kept.bytes(dtype) for kept in state.tensors)
+    rows = sum(row.bytes(dtype) for row in state.open_rows)
+    return whole * (1 + 1 / state.chunk) + rows * ((state.chunk - 1) / 2 + 1)
