@@ -50,6 +50,15 @@ def operations(model, observed):
     return seen
 
 
+def test_copies_of_a_model_that_is_partly_offloaded_are_on_one_device():
+    model = nn.ParameterDict()
+    with FakeTensorMode():
+        for device in ("cpu", "cuda", "meta"):
+            model[f"on_{device}"] = nn.Parameter(torch.empty(2, device=device))
+    fakes, device = under(modes()[1], lambda mode: audit.fake_copies(model))
+    assert device.type == "cuda" and {fake.device.type for fake in fakes.values()} == {"cuda"}
+
+
 @pytest.mark.parametrize("name", [family(name) for name in (*NAMED, *MIXTURES, *HYBRIDS)])
 def test_a_forward_runs_the_same_operations(name):
     model = tiny(name, torch.bfloat16)

@@ -90,8 +90,8 @@ class _Stream(torch.cuda.ExternalStream):
     """Goes back when it is gone, and is never destroyed: torch's allocator knows memory by the stream that took it. No
     weak references: torch 2.11 frees a stream without a word to them."""
 
-    def __del__(self) -> None:
-        _idle_streams[self.device_index].append(self.cuda_stream)
+    def __del__(self, idle=_idle_streams) -> None:  # at the end of a process the module's own name is gone before
+        idle[self.device_index].append(self.cuda_stream)
 
 
 def synchronize(device: torch.device | None = None) -> None:

@@ -115,8 +115,9 @@ def run(model: nn.Module, names: dict[int, str], call, trains: bool = True) -> d
 
 
 def fake_copies(model: nn.Module) -> tuple[dict[str, Tensor], torch.device]:
-    """Under abstract.run: a fake one for each parameter and buffer, by name; and where they are. Of a sharded
-    tensor it is the whole, of tied tensors the same, of one on meta it is on a real device.
+    """Under abstract.run: a fake one for each parameter and buffer, by name; and where they are, which is one device
+    for all: of a model that FSDP2 has put on the CPU the units whose turn it is lie on the GPU. Of a sharded tensor it
+    is the whole, of tied tensors the same, of one on meta it is on a real device.
 
     Each place in a module stands there once, under its first name, for functional_call(..., tie_weights=False): given
     both names of a module that stands in two places (a layer that is run twice), it would put back what it had put in
@@ -127,11 +128,9 @@ def fake_copies(model: nn.Module) -> tuple[dict[str, Tensor], torch.device]:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 places[f"{path}.{name}"] = tensor
-    device = next((t.device for t in places.values() if t.device.type != "meta"), torch.device("cpu"))
-    made = {
-        id(t): torch.empty(t.shape, dtype=t.dtype, device=device if t.device.type == "meta" else t.device)
-        for t in places.values()
-    }
+    real = [t.device for t in places.values() if t.device.type != "meta"]
+    device = next((d for d in real if d.type != "cpu"), real[0] if real else torch.device("cpu"))
+    made = {id(t): torch.empty(t.shape, dtype=t.dtype, device=device) for t in places.values()}
     return {name: made[id(t)] for name, t in places.items()}, device
 
 
