@@ -20,7 +20,7 @@ FEW = (
     " and not (test_gated_delta and not"
     " (a_slot_is or gates or no_slot or without_rows or any_split and bf16 or against_float64 and no-norm))"
     " or cpu-triton and default_dtype_does_not_show and bf16"
-    " or cpu-triton and test_step_kernels"
+    " or cpu-triton and (test_step_kernels or test_masters)"
     " or cpu-triton and (reads_its_own_axis or own_image and 72 and bf16)"
     " or cpu-triton and (steps_along or several_trees and 2049 or left_the_window and sinks and d80 and bf16)"
 )
@@ -31,7 +31,7 @@ FEW_ROOMS = {
 }
 ROOMS = {path.stem.removeprefix("test_") for path in (TESTS / "ops").glob("test_*.py")}
 FILES = {what: [f"ops/test_{room}.py" for room in rooms] for what, rooms in FEW_ROOMS.items()}
-FILES["with the engine"] += ["test_default_dtype.py", "engine/test_step_kernels.py"]
+FILES["with the engine"] += ["test_default_dtype.py", "engine/test_step_kernels.py", "engine/test_masters.py"]
 FILES["others"] = [f"ops/test_{room}.py" for room in sorted(ROOMS.difference(*FEW_ROOMS.values()))]
 
 

@@ -1,6 +1,7 @@
 """fp32 masters of one process are FSDP2's on one rank: the same bits after steps of AdamW, clipped and not."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_in_fp32_the_model_has_the_masters():
     model = build("Qwen3").float()
     masters = Masters(model, torch.float32)
     assert {id(p) for p in masters.parameters()} == {id(p) for p in model.parameters()}
-    masters.round()
+    assert masters.round() is None and not masters.counts
 
 
 def test_what_the_model_computes_with_is_said_in_the_masters_order():
@@ -81,3 +82,45 @@ def test_what_the_model_computes_with_is_said_in_the_masters_order():
     masters = Masters(model, torch.bfloat16)
     assert [id(p) for p in masters.rounded()] == [id(p) for p in model.parameters()]
     assert all(torch.equal(r, m.bfloat16()) for r, m in zip(masters.rounded(), masters.parameters()))
+
+
+def test_those_that_have_moved_are_counted():
+    model = build("Qwen3").float().train()
+    masters = Masters(model, torch.bfloat16)
+    assert masters.counts and masters.round() == 0
+    first, second = list(masters.parameters())[:2]
+    with torch.no_grad():
+        first.view(-1)[3:7].add_(1.0)
+        first.view(-1)[9].mul_(1 + 2**-20)  # and is the same number to the model
+        second.zero_()
+        other = int((second.new_zeros(()) != masters.rounded()[1]).sum())
+    assert masters.round() == 4 + other
+    assert all(torch.equal(r, m.bfloat16()) for r, m in zip(masters.rounded(), masters.parameters()))
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WHERE = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"), id="cpu-triton"),
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"), id="cuda-triton"
+    ),
+]
+
+
+@pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 8192, 20000])
+def test_the_gpus_passes_have_torchs_floats(size, dtype, device):
+    triton = pytest.importorskip("vexact_engine.recipes.triton", reason="triton is not installed")
+    generator = torch.Generator().manual_seed(size)
+    numbers = torch.randint(-(1 << 31), 1 << 31, (2, size), generator=generator).to(torch.int32).view(torch.float32)
+    x, y = (n.nan_to_num(0.5, 1.0, -1.0).to(device) for n in numbers)  # of all exponents, halfway cases among them
+    x.view(torch.int32)[::3] &= -(1 << 15)
+    rounded = torch.where(torch.arange(size, device=device) % 2 == 0, x, y).to(dtype)
+    before = rounded.clone()
+    moved = triton.round_into(rounded, x)
+    assert vx.same_bits(rounded, x.to(dtype))
+    assert moved == (before != rounded).sum() and moved.dtype == torch.int64
+    total, expected = y.clone(), y.clone()
+    triton.add_into(total, before)
+    assert vx.same_bits(total, expected.add_(before))

@@ -83,10 +83,10 @@ class Trainer:
         if self._handle is not None:
             self._handle.undo()
 
-    def follow(self) -> None:
-        """The masters have other values: the model computes with these from now on."""
-        if self._masters is not None:
-            self._masters.round()
+    def follow(self) -> Tensor | None:
+        """The masters have other values: the model computes with these from now on. How many of its weights have moved,
+        where that is known at once."""
+        return None if self._masters is None else self._masters.round()
 
     def numerics(self) -> dict:
         """What fixes this trainer's bits, for the engine to compare with its own."""
@@ -182,8 +182,9 @@ class Trainer:
         returns   gradient norm of the last mini-batch, and how many weights, as the engine will hold them, have moved
         raises    Diverged
         """
-        before = list(self._held())
-        size, seen = len(samples) // self.options.mini_batches, []
+        counts = self._masters is not None and self._masters.counts and len(tokens) == 1
+        before = [] if counts else list(self._held())
+        size, seen, moved = len(samples) // self.options.mini_batches, [], None
         for number, total in enumerate(tokens):
             self.optimizer.zero_grad()
             for batch in self._batches(samples[number * size : (number + 1) * size]):
@@ -195,12 +196,13 @@ class Trainer:
             else:
                 norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
             self.optimizer.step()
-            self.follow()
+            moved = self.follow()
         for batch, *both in seen:  # at the end: until then nobody waits for the device
             lengths = [len(s.token_ids) for s in batch]
             for sample, *values in zip(batch, *(v.cpu().split(lengths) for v in both)):
                 sample.new, sample.entropy = values
-        moved = sum((now != old).sum() for now, old in zip(self._held(), before))
+        if not counts:
+            moved = sum((now != old).sum() for now, old in zip(self._held(), before))
         dist.all_reduce(moved, group=self._mesh.get_group())
         norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
         if not math.isfinite(norm):
