@@ -215,6 +215,26 @@ def test_a_gated_norm_is_rounded_where_it_says_alone(device, backend, dtype, n, 
 
 @BACKENDS
 @DTYPES
+@given(n=SIZES, heads=st.integers(1, 3), rows=st.integers(1, 5), seed=st.integers(0, 2**16))
+def test_a_gate_may_stand_in_wider_rows_alone(device, backend, dtype, n, heads, rows, seed):
+    """As a projection leaves it, beside what else it made."""
+    (x, w), sizes = make(rows * heads, n, dtype, device, seed), (heads * n, 8)
+    x = x.view(rows, heads, n)
+    wide = tricky(rows, sum(sizes), seed=seed + 2, dtype=dtype, device=device)
+    gate = wide.split_with_sizes(sizes, 1)[0].unflatten(1, (heads, n))
+    dy = tricky(rows * heads, n, seed=seed + 3, dtype=dtype, device=device).view_as(x)
+    found, expected = (gated(x, g, dy, w, backend) for g in (gate, gate.clone(memory_format=torch.contiguous_format)))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_bitwise(ours, theirs)
+    inside = wide.clone().requires_grad_()
+    y = vx.rmsnorm_gated(x, inside.split_with_sizes(sizes, 1)[0].unflatten(1, (heads, n)), w, backend=backend)
+    (slope,) = torch.autograd.grad(y, inside, dy)
+    assert_bitwise(slope[:, : heads * n].unflatten(1, (heads, n)), expected[2])
+    assert not slope[:, heads * n :].any()
+
+
+@BACKENDS
+@DTYPES
 def test_gated_accuracy(device, backend, dtype):
     """At most twice the error of the module's own operations, gradients too."""
     draw = torch.Generator().manual_seed(1)

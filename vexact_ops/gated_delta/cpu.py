@@ -53,10 +53,11 @@ def paged_fwd(
 
 
 def delta_gates_fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, g: Tensor, beta: Tensor) -> None:
-    native.ops().delta_gates_fwd(a, b, a_log, dt_bias, g, beta)
+    native.ops().delta_gates_fwd(a, b, a_log.float(), dt_bias.float(), g, beta)
 
 
 def delta_gates_bwd(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor):
+    a_log, dt_bias = a_log.float(), dt_bias.float()
     grads = a.new_empty(a.shape), b.new_empty(b.shape), torch.empty_like(a_log), torch.empty_like(dt_bias)
     native.ops().delta_gates_bwd(dg, dbeta, a, b, a_log, dt_bias, *grads)
     return grads

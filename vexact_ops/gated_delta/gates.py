@@ -43,18 +43,14 @@ def delta_gates(
     return _delta_gates(check.rows(a), check.rows(b), a_log, dt_bias, backend)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float().contiguous()
-
-
 def _fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, backend: str):
     g, beta = torch.empty(a.shape, dtype=torch.float32, device=a.device), b.new_empty(b.shape)
-    ROOM.module(backend).delta_gates_fwd(a, b, _wide(a_log), _wide(dt_bias), g, beta)
+    ROOM.module(backend).delta_gates_fwd(a, b, a_log.contiguous(), dt_bias.contiguous(), g, beta)
     return g, beta
 
 
 def _bwd(dg, dbeta, a, b, a_log, dt_bias, backend):
-    tensors = dg.contiguous(), dbeta.contiguous(), a, b, _wide(a_log), _wide(dt_bias)
+    tensors = dg.contiguous(), dbeta.contiguous(), a, b, a_log.contiguous(), dt_bias.contiguous()
     da, db, da_log, ddt_bias = ROOM.module(backend).delta_gates_bwd(*tensors)
     return da, db, da_log.to(a_log.dtype), ddt_bias.to(dt_bias.dtype)
 

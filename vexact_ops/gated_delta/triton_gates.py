@@ -27,8 +27,8 @@ def _fwd_kernel(
     head = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (head < H)
     x = tl.load(a + row * a_stride + head, mask=inside, other=0.0).to(tl.float32)
-    x = x + tl.load(dt_bias + head, mask=head < H, other=0.0)
-    rate = exp(tl.load(a_log + head, mask=head < H, other=0.0))
+    x = x + tl.load(dt_bias + head, mask=head < H, other=0.0).to(tl.float32)
+    rate = exp(tl.load(a_log + head, mask=head < H, other=0.0).to(tl.float32))
     tl.store(g + row * H + head, (rate * _softplus(x)) * -1.0, mask=inside)
     s, _ = sigmoid(tl.load(b + row * b_stride + head, mask=inside, other=0.0).to(tl.float32), False)
     tl.store(beta + row * H + head, s.to(beta.dtype.element_ty), mask=inside)
@@ -44,8 +44,8 @@ def _bwd_kernel(
     row, head = part * ROWS + tl.arange(0, ROWS)[None, :], tl.arange(0, BLOCK)[:, None]
     inside = (row < rows) & (head < H)
     x = tl.load(a + row * a_stride + head, mask=inside, other=0.0).to(tl.float32)
-    x = x + tl.load(dt_bias + head, mask=head < H, other=0.0)
-    rate = exp(tl.load(a_log + head, mask=head < H, other=0.0))
+    x = x + tl.load(dt_bias + head, mask=head < H, other=0.0).to(tl.float32)
+    rate = exp(tl.load(a_log + head, mask=head < H, other=0.0).to(tl.float32))
     d = tl.load(dg + row * H + head, mask=inside, other=0.0) * rate * -1.0
     slope, _ = sigmoid(x, False)
     of_a = d * tl.where(x > 20.0, 1.0, slope)

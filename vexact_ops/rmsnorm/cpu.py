@@ -21,7 +21,7 @@ def rmsnorm_bwd(dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight: Ten
 
 
 def rmsnorm_gated_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, y: Tensor, rstd: Tensor) -> None:
-    native.ops().rmsnorm_gated_fwd(x, gate, weight, eps, y, rstd)
+    native.ops().rmsnorm_gated_fwd(x, gate.reshape(x.shape), weight, eps, y, rstd)
 
 
 def rmsnorm_gated_bwd(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor):

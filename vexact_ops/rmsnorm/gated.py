@@ -11,7 +11,8 @@ from .op import ROOM
 def rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str | None = None) -> Tensor:
     """x / rms(x) * weight * silu(gate), rounded where Hugging Face's Qwen3_5RMSNormGated rounds.
 
-    x, gate   (..., N) bf16 | fp32, on a GPU also fp16; the last dimension contiguous
+    x, gate   (..., N) bf16 | fp32, on a GPU also fp16; the last dimension contiguous. A gate (T, H, N) may be a part of
+              wider rows
     weight    (N,) in x.dtype
     eps       added to the mean square
     returns   (..., N) in x.dtype: normalised in fp32 and rounded; times weight, rounded; times silu(gate) in fp32,
@@ -41,7 +42,14 @@ def rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *,
     check.number(op, "eps", eps, at_least=0.0)
     backend = ROOM.resolve(x.device, backend)
     check.served(op, "x", x.dtype, backend)
-    return _rmsnorm_gated(check.rows(x), check.rows(gate), weight, eps, backend)[0].view(x.shape)
+    return _rmsnorm_gated(check.rows(x), _rows(gate), weight, eps, backend)[0].view(x.shape)
+
+
+def _rows(gate: Tensor) -> Tensor:
+    """As check.rows; heads that lie side by side in strided rows stay there: (T, H * N)."""
+    if gate.dim() == 3 and gate.stride(2) == 1 and gate.stride(1) == gate.shape[2] and not gate.is_contiguous():
+        return gate.flatten(1)
+    return check.rows(gate)
 
 
 def _fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, backend: str):
@@ -67,8 +75,9 @@ def _backward(ctx, dy, _):
 
 
 def _bwd(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor, backend: str):
-    tensors = *(t.contiguous() for t in (dy, x, gate, weight)), rstd
-    return ROOM.module(backend).rmsnorm_gated_bwd(*tensors)
+    tensors = *(t.contiguous() for t in (dy, x, gate.reshape(x.shape), weight)), rstd
+    dx, dgate, dweight = ROOM.module(backend).rmsnorm_gated_bwd(*tensors)
+    return dx, dgate.view(gate.shape), dweight
 
 
 _rmsnorm_gated_bwd = Operator(

@@ -184,8 +184,9 @@ def _silu(g):
 @triton.jit(do_not_specialize=["rows"])
 def _gated_fwd_kernel(
     x, gate, weight, y, rstd, rows, x_stride, gate_stride, eps,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """HEADS: rows that stand side by side in one of gate's."""
     begin_beside(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (row < rows)[:, None]
@@ -195,11 +196,12 @@ def _gated_fwd_kernel(
         lanes += h * h  # order: blocks of columns are added lane by lane, ascending; the lanes in a tree
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(lanes), float(N)) + eps))
     tl.store(rstd + row[:, None], scale, mask=live)
+    gate_row = row // HEADS * gate_stride + row % HEADS * N
     for start in tl.static_range(0, N, BLOCK):
         if N > BLOCK:
             h = _load(x, row, x_stride, start, live, N, BLOCK)
         normed = (h * scale).to(x.dtype.element_ty).to(tl.float32) * _weight(weight, start, False, N, BLOCK)
-        g = _load(gate, row, gate_stride, start, live, N, BLOCK)
+        g = _load(gate, gate_row, 1, start, live, N, BLOCK)
         _store(y, normed.to(x.dtype.element_ty).to(tl.float32) * _silu(g), row, start, live, N, BLOCK)
 
 
@@ -245,7 +247,19 @@ def rmsnorm_gated_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, y: Te
     if rows:
         with on(x):
             _gated_fwd_kernel[(cdiv(rows, tile["ROWS"]),)](
-                x, gate, weight, y, rstd, rows, x.stride(0), gate.stride(0), eps, N=n, **tile, **early(x)
+                x,
+                gate,
+                weight,
+                y,
+                rstd,
+                rows,
+                x.stride(0),
+                gate.stride(0),
+                eps,
+                HEADS=gate.shape[1] // n,
+                N=n,
+                **tile,
+                **early(x),
             )
 
 
