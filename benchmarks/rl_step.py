@@ -58,7 +58,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Side:
-    """One run of main_ppo. metrics: verl's, a dict a step; peak: bytes of the fullest GPU above those before the run"""
+    """One run of main_ppo. metrics: verl's, a dict a step; peak: bytes of the fullest GPU above those before the
+    run, in the steps that count"""
 
     name: str
     folder: Path
@@ -235,20 +236,24 @@ def _measure(args: argparse.Namespace, side: Side, model: Path, prompts: Path) -
                 command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=side.folder, start_new_session=True
             )
             with watch.over(process):
-                side.ended = _wait(args, side, process, begun + args.limit)
+                side.ended = _wait(args, side, process, watch, begun + args.limit)
     finally:
         side.seconds, side.peak = time.monotonic() - begun, watch.peak
         shutil.rmtree(short, ignore_errors=True)
     watch.wait_until_free()
 
 
-def _wait(args: argparse.Namespace, side: Side, process: subprocess.Popen, until: float) -> str:
+def _wait(args: argparse.Namespace, side: Side, process: subprocess.Popen, watch: "_Watch", until: float) -> str:
     """How it ended: once all steps are written down nothing more is waited for."""
     from trainers.ppo import metrics_in
 
     while time.monotonic() < until:
         code = process.poll()
-        side.metrics = metrics_in(side.folder)
+        before = len(side.metrics)
+        with contextlib.suppress(ValueError):  # a line that is being written
+            side.metrics = metrics_in(side.folder)
+        if before < WARM_UP <= len(side.metrics):
+            watch.peak = None  # of starts and compilations nobody asks
         if len(side.metrics) >= args.steps:
             return "all steps"
         if code is not None:
