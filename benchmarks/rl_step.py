@@ -53,7 +53,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--share", type=float, default=0.5, metavar="X", help="of the GPU's memory is the rollout's (0.5)")
     add("--limit", type=int, default=900, metavar="S", help="seconds of a side, its start included (900)")
     add("--keep", type=Path, metavar="FOLDER", help="where models, logs and verl's metrics stay (nowhere)")
-    add("--override", action="append", default=[], metavar="KEY=VALUE", help="of verl's, for both sides; repeatable")
+    add("--override", action="append", default=[], metavar="KEY=VALUE", help="of verl's, for all sides (none)")
 
 
 @dataclass
@@ -355,13 +355,28 @@ def _record(args: argparse.Namespace, shape: str, side: Side) -> dict:
         "peak_gib": None if side.peak is None else round(side.peak / 2**30, 2),
         "trainer_gib": round(max(step.get("perf/max_memory_allocated_gb", 0) for step in steps), 2),
         "ppo_kl": kl,
+        "actor": _actor(args, side),
         "micro_tokens": args.micro_tokens,
+        "overrides": args.override,
         "run_s": round(side.seconds, 1),
         "ended": side.ended,
         "device": args.device,
         **_versions(args, side),
         **environment(args.device),
     }
+
+
+def _actor(args: argparse.Namespace, side: Side) -> str:
+    """Its kernels, where verl takes what it finds: without flash-attn's it makes a call for each token's logits."""
+    if side.name == "vexact":
+        return "vexact"
+    path = args.vllm_path.split(os.pathsep) if args.vllm_path else sys.path
+    found = any(Path(folder, "flash_attn", "ops", "triton", "cross_entropy.py").exists() for folder in path)
+    if not found:
+        say_once(
+            "rl_step: vllm: no flash_attn.ops.triton.cross_entropy: verl's actor is slow without, and not to compare"
+        )
+    return "flash attention 2, " + ("flash-attn's cross entropy" if found else "log_softmax of one token at a time")
 
 
 def _versions(args: argparse.Namespace, side: Side) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,8 +75,22 @@ def test_a_run_that_was_cut_off_tells_of_the_steps_that_it_made(tmp_path):
     side = rl_step.Side("vexact", tmp_path, [step(9), step(8), step(2), step(4)], **ended)
     record = rl_step._record(arguments(), "qwen3-1.7b", side)
     assert record["seconds"] == 3 and record["tokens_per_s"] == 69 and record["peak_gib"] == 3
+    assert record["actor"] == "vexact" and record["overrides"] == []
     assert record["parts"] == {"gen": 0.75, "update_actor": 0.75, "update_weights": 0.75, "other": 0.75}
     assert record["ended"] == "not done after 9 s" and record["seconds_of_steps"] == [9, 8, 2, 4]
+
+
+def test_what_verls_own_actor_goes_without_is_said(tmp_path):
+    folder = tmp_path / "flash_attn" / "ops" / "triton"
+    folder.mkdir(parents=True)
+    found = []
+    for _ in range(2):
+        args, side = arguments(f"--vllm-path={tmp_path}"), rl_step.Side("vllm", tmp_path, [step(1, kl=0.1)] * 3)
+        found.append(rl_step._record(args, "qwen3-1.7b", side)["actor"])
+        (folder / "cross_entropy.py").touch()
+    assert found == [
+        f"flash attention 2, {by}" for by in ("log_softmax of one token at a time", "flash-attn's cross entropy")
+    ]
 
 
 @pytest.mark.parametrize(
