@@ -353,7 +353,7 @@ def _record(args: argparse.Namespace, shape: str, side: Side) -> dict:
         "parts": parts | {"other": round(seconds - sum(parts.values()), 3)},
         "tokens_per_s": round(tokens / seconds),
         "peak_gib": None if side.peak is None else round(side.peak / 2**30, 2),
-        "trainer_gib": round(max(step.get("perf/max_memory_allocated_gb", 0) for step in steps), 2),
+        "trainer_gib": round(max(step.get("actor/perf/max_memory_allocated_gb", 0) for step in steps), 2),
         "ppo_kl": kl,
         "actor": _actor(args, side),
         "micro_tokens": args.micro_tokens,

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import torch
 
-from vexact_engine.weights.random import load_random
+from vexact_engine.weights.random import config_of, load_random
 
 
 def make(folder: Path, shape: str, layers: int, device: str) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    from trainers.models import tokenizer
+    from trainers.models import TOKENS, tokenizer
 
+    if (family := config_of(shape).model_type) not in TOKENS:
+        raise ValueError(
+            f"rl_step: {shape}: got a {family}, expected one of {', '.join(TOKENS)}: verl looks for tokens"
+        )
     model = load_random(shape, dtype=torch.bfloat16, device=device, layers=layers or None).model
-    words = tokenizer(model.config.model_type, model.config.vocab_size)
+    words = tokenizer(family, model.config.vocab_size)
     for config in (model.config, model.generation_config):
         config.pad_token_id, config.eos_token_id = words.pad_token_id, words.eos_token_id
     part = folder.with_name(folder.name + ".part")

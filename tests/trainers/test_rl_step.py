@@ -67,7 +67,8 @@ def test_their_processes_import_none_of_ours(tmp_path):
 def step(seconds: float, answer: int = 12, kl: float = 0.0) -> dict:
     timing = {f"timing_s/{name}": seconds / 4 for name in ("gen", "update_actor", "update_weights")}
     lengths = {f"response_length/{what}": answer for what in ("min", "max")}
-    return {"timing_s/step": seconds, "perf/total_num_tokens": 208, "actor/ppo_kl": kl, **timing, **lengths}
+    memory = {"actor/perf/max_memory_allocated_gb": 1.5}
+    return {"timing_s/step": seconds, "perf/total_num_tokens": 208, "actor/ppo_kl": kl, **timing, **lengths, **memory}
 
 
 def test_a_run_that_was_cut_off_tells_of_the_steps_that_it_made(tmp_path):
@@ -75,6 +76,7 @@ def test_a_run_that_was_cut_off_tells_of_the_steps_that_it_made(tmp_path):
     side = rl_step.Side("vexact", tmp_path, [step(9), step(8), step(2), step(4)], **ended)
     record = rl_step._record(arguments(), "qwen3-1.7b", side)
     assert record["seconds"] == 3 and record["tokens_per_s"] == 69 and record["peak_gib"] == 3
+    assert record["trainer_gib"] == 1.5
     assert record["actor"] == "vexact" and record["overrides"] == []
     assert record["parts"] == {"gen": 0.75, "update_actor": 0.75, "update_weights": 0.75, "other": 0.75}
     assert record["ended"] == "not done after 9 s" and record["seconds_of_steps"] == [9, 8, 2, 4]
