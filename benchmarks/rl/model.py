@@ -15,9 +15,7 @@ def make(folder: Path, shape: str, layers: int, device: str) -> None:
     from trainers.models import TOKENS, tokenizer
 
     if (family := config_of(shape).model_type) not in TOKENS:
-        raise ValueError(
-            f"rl_step: {shape}: got a {family}, expected one of {', '.join(TOKENS)}: verl looks for tokens"
-        )
+        raise ValueError(f"rl_step: {shape}: got a {family}, expected one of {', '.join(TOKENS)}")
     model = load_random(shape, dtype=torch.bfloat16, device=device, layers=layers or None).model
     words = tokenizer(family, model.config.vocab_size)
     for config in (model.config, model.generation_config):
