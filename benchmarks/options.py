@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import engine, gather, handover, images, peers, repeats, rollout, speculation, start, training
+from . import engine, gather, handover, images, peers, repeats, rl_step, rollout, speculation, start, training
 from .shapes import SHAPES, Shape, free
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
@@ -23,6 +23,7 @@ PROGRAMS = {
     "imports": {"repeats"},
     "memory": {"shape", "dtype", "rows"},
     "repeats": {"shape", "layers"},
+    "rl_step": {"shape", "model", "layers", "steps", "prompts", "samples"},
     "rollout": {"shape", "repeats", "layers"},
     "speculation": {"shape", "dtype", "model", "layers", "batch", "prompt", "new", "seed", "log"},
     "start": {"shape", "layers", "log"},
@@ -35,6 +36,7 @@ OWN = {
     "handover": handover,
     "images": images,
     "repeats": repeats,
+    "rl_step": rl_step,
     "rollout": rollout,
 }
 OWN |= {"speculation": speculation, "start": start, "training": training}

@@ -169,6 +169,19 @@ def test_a_chart_without_matplotlib_is_refused_before_the_work(monkeypatch):
             __main__.main(argv)
 
 
+def test_a_step_of_ours_stands_before_verls_own():
+    parts = {"gen": 1.0, "old_log_prob": 0.5, "adv": 0.1, "update_actor": 2.0, "update_weights": 0.2, "other": 0.2}
+    about = {"room": "rl_step", "case": "a 2 x 2", "tokens_per_s": 1234, "peak_gib": 70.25, "gpu": "G", "commit": "c"}
+    theirs = about | {"backend": "verl with vllm", "vllm": "0.24.0", "seconds": 4.0, "parts": parts}
+    ours = about | {"backend": "vexact", "seconds": 3.0, "parts": {**parts, "gen": 0.5, "old_log_prob": 0.0}}
+    ((make, found),) = [(make, found) for make, found in readme._sorted_out([theirs, ours]) if found]
+    lines = make(found).splitlines()[2:]
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == [
+        ["a 2 x 2", "vexact", "3.00", "0.50", "0.00", "2.00", "0.20", "0.30", "1,234", "70.25", "0.75 x"],
+        ["a 2 x 2", "verl with vllm 0.24.0", "4.00", "1.00", "0.50", "2.00", "0.20", "0.30", "1,234", "70.25", ""],
+    ]
+
+
 def test_kernels_of_kept_records_name_a_commit():
     for name in ("h200", "engine", "verify"):
         for record in records.kept()[name]:

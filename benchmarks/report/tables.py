@@ -190,6 +190,24 @@ def training_table(records: Iterable[dict]) -> str:
     return markdown(heads, rows)
 
 
+def rl_step_table(records: Iterable[dict]) -> str:
+    """A whole step of GRPO under verl on each side, and where its time went. GiB are all processes' on the fullest GPU;
+    time is ours over that of verl's own side."""
+    parts = {"rollout": "gen", "scoring": "old_log_prob", "actor": "update_actor", "weights": "update_weights"}
+    heads = ["a step", "rollout and actor", "s", *(f"{name}, s" for name in parts), "rest, s"]
+    records = list(records)
+    theirs = {r["case"]: r["seconds"] for r in records if r["backend"] != "vexact"}
+    rows = []
+    for r in sorted(records, key=lambda r: (natural(r["case"]), r["backend"] != "vexact")):
+        told = [r["parts"].get(name, 0) for name in parts.values()]
+        seconds = (r["seconds"], *told, r["seconds"] - sum(told))
+        cells = [r["case"], " ".join(filter(None, (r["backend"], r.get("vllm")))), *(f"{s:.2f}" for s in seconds)]
+        beside = theirs.get(r["case"]) if r["backend"] == "vexact" else None
+        time = f"{r['seconds'] / beside:.2f} x" if beside else ""
+        rows.append([*cells, f"{r['tokens_per_s']:,}", _figure(r["peak_gib"]), time])
+    return markdown([*heads, "tokens/s", "GiB", "time"], rows)
+
+
 def speculation_table(records: Iterable[dict]) -> str:
     """Time per token of a sequence with drafted tokens over that without. Drafted and accepted tokens are of both times
     that were asked; `differ` counts token ids and log-probabilities of the second."""

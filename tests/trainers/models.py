@@ -110,12 +110,13 @@ def tokenizer(family: str, size: int = VOCAB):
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    (pad, begin, end), special = TOKENS[family]
+    words = [*alphabet, *special]
+    words += [f"<{i}>" for i in range(len(words), size)]  # without merges no text is made of them
+    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    (pad, begin, end), special = TOKENS[family]
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    made.add_tokens([f"<{i}>" for i in range(made.get_vocab_size(), size)])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=made, pad_token=pad, bos_token=begin, eos_token=end)
     wrapped.chat_template = DEEPSEEK_TEMPLATE if family == "deepseek_v3" else QWEN_TEMPLATE
     return wrapped
