@@ -49,6 +49,7 @@ def _sorted_out(records: list[dict]) -> list[tuple[Callable, list[dict]]]:
         tables.training_table: lambda r: r["room"] == "training",
         tables.rl_step_table: lambda r: r["room"] == "rl_step",
         tables.speculation_table: lambda r: r["room"] == "speculation",
+        tables.start_table: lambda r: r["room"] == "start",
         tables.images_table: lambda r: r["room"] == "images",
         tables.spread_table: lambda r: "geomean_to_stock" in r,
     }

@@ -227,8 +227,30 @@ def speculation_table(records: Iterable[dict]) -> str:
 
 def images_table(records: Iterable[dict]) -> str:
     """An image encoder beside its peers, and decodes with images in the cache beside those of text alone."""
-    rows = [[r["case"], r["backend"], f"{r['ours']:.2f}", f"{r['ratio']:.2f}"] for r in records]
-    return markdown(["images", "kernels", "ms", "vexact's time over it; of a decode, over text's"], rows)
+    heads = [
+        "images",
+        "kernels",
+        "ms",
+        "vexact's time over it; of a decode, over text's",
+        "differ from the trainer",
+        "again",
+    ]
+    rows = [
+        [
+            *(r["case"], r["backend"], f"{r['ours']:.2f}", f"{r['ratio']:.2f}"),
+            f"{r['differ']} of {r['numbers']:,}" if "differ" in r else "",
+            f"{r['again_differ']} of {r['again_numbers']:,}" if r.get("again_numbers") else "",
+        ]
+        for r in records
+    ]
+    return markdown(heads, rows)
+
+
+def start_table(records: Iterable[dict]) -> str:
+    """Seconds until an engine can compute, and what of them was verifying kernels."""
+    heads = ["engine", "starts in, s", "verifying, s", "kernels verified", "compiled", "weights, s", "imports, s"]
+    names = "ours", "verifying_s", "kernels", "compiled", "weights_s", "import_s"
+    return markdown(heads, [[r["case"], *(str(r[name]) for name in names)] for r in records])
 
 
 def program_table(records: Iterable[dict]) -> str:
