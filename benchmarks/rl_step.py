@@ -262,6 +262,12 @@ def _wait(args: argparse.Namespace, side: Side, process: subprocess.Popen, watch
     return f"not done after {args.limit} s"
 
 
+def _visible(count: int) -> list[int]:
+    """The numbers of the GPUs that a run may use, where they are said as numbers; else of all."""
+    said = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [int(number) for number in said] if all(map(str.isdecimal, said)) else list(range(count))
+
+
 class _Watch:
     """Of a run: memory of the fullest GPU, ten times a second, and every process below it, for its end."""
 
@@ -274,7 +280,7 @@ class _Watch:
 
                 pynvml.nvmlInit()
                 self._nvml = pynvml
-                self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+                self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in _visible(pynvml.nvmlDeviceGetCount())]
             except Exception as error:  # the figure is left out then, and the times are what is asked for
                 say_once(f"rl_step: memory of GPUs is not measured: {type(error).__name__}: {error}")
         self._before = self._used()

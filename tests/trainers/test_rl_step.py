@@ -136,3 +136,9 @@ def test_the_stock_actors_attention_is_the_models(models, monkeypatch):
         assert torch.allclose(got.logits, want, atol=1e-4)  # other kernels: equal but for rounding
     with pytest.raises(ValueError, match="expected packed rows"):
         stock.attention(None, *[torch.zeros(1, 2, 3, 4)] * 3, None)
+
+
+def test_memory_is_looked_at_of_the_gpus_that_a_run_may_use(monkeypatch):
+    for said, found in (("2,0", [2, 0]), ("GPU-1f,GPU-2a", [0, 1, 2]), ("", [0, 1, 2])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+        assert rl_step._visible(3) == found
