@@ -163,6 +163,7 @@ def attack(data, depth, page, stages, draft_model=None):
         speculation=replace(ALWAYS, sources=("given",)) if draft_model else ALWAYS,
         eos_token_ids=[6],
         draft_model=draft_model,
+        follows=data.draw(st.booleans()),
     )
     pending, requests = [], []
 

@@ -117,24 +117,31 @@ class _Answer:
 
 
 class Draft(NamedTuple):
-    """`chance`: that the first token is right, and each that follows a right one."""
+    """
+    chance   that the first token is right, and each that follows a right one
+    slack    of the tokens as many as may be passed over: what remains is the draft
+    """
 
     tokens: Tokens[int]
     kind: tuple[str, int]
     chance: float
+    slack: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) - self.slack
 
 
 class Follower:
     """What is known of one sequence's next tokens."""
 
-    __slots__ = ("answers", "compared", "cursor", "hits", "kind", "reach", "rest", "resting", "texts", "tries")
+    __slots__ = ("answers", "compared", "cursor", "hits", "reach", "rest", "resting", "texts", "tries")
 
     def __init__(self, texts: Texts | None, tokens: Tokens[int], answers: list[_Answer], compared: int):
         self.texts, self.answers, self.compared = texts, answers, compared
         self.cursor = None if texts is None else texts.add(tokens)
         self.hits = self.tries = 0.0
         self.rest = self.resting = 0
-        self.kind: tuple[str, int] = ("text", 0)  # of the draft in flight
         self.reach = Reach()
 
 
@@ -223,6 +230,18 @@ class Drafter:
         """Whether the next step's drafts need tokens that are still being drawn."""
         return self._chains is not None and bool(self._chains.held[0])
 
+    def may_follow(self, chunks: Tokens["Chunk"]) -> bool:
+        """Whether drafts behind those of these chunks can be found before it is known how much of them is right. Of an
+        answer they can, for it is followed at its place; what texts have behind the last token, and what a model makes
+        of it, waits for that. So does an answer that is right less often than another text may be."""
+        return self._chains is None and all(map(self._is_followed, chunks))
+
+    def _is_followed(self, chunk: "Chunk") -> bool:
+        follower = chunk.sequence.drafts
+        if follower is None or follower.texts is None or not chunk.draft:
+            return True
+        return chunk.kind[0] == "answer" and self._chance(follower, chunk.kind) >= _LIKELY["text"]
+
     def pass_over(self) -> None:
         """A step has more to do than decodes: nothing is drafted for it."""
         if self._chains is not None:
@@ -252,7 +271,7 @@ class Drafter:
         right = sum(chance ** (j + 1) for _, tokens, chance in planned for j in range(len(tokens)))
         found = self._chains.plan(others, len(chunks), (rows, right), budget - rows, room, grow)
         for chunk, _ in found:
-            chunk.sequence.drafts.kind = _MODEL
+            chunk.kind = _MODEL
         return [(chunk, tokens) for chunk, tokens, _ in planned] + found
 
     def _by_texts(self, chunks: Tokens["Chunk"], budget: int, room: Callable[["Chunk"], int]) -> list[tuple]:
@@ -280,12 +299,13 @@ class Drafter:
         return found
 
     def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int) -> list[tuple]:
-        """As much of them as makes tokens per second more: tokens of each, and how likely one is right."""
+        """As much of them as makes tokens per second more: tokens of each, with those that may be passed over, and how
+        likely one is right."""
         if not found:
             return []
-        counts = [len(draft.tokens) for _, draft in found]
+        counts = [draft.length for _, draft in found]
         if not self.speculation.always:
-            each = [[draft.chance] * len(draft.tokens) for _, draft in found]
+            each = [[draft.chance] * draft.length for _, draft in found]
             each = [list(itertools.accumulate(row, operator.mul)) for row in each]
             chances = sorted(itertools.chain.from_iterable(each), reverse=True)[:budget]
             chosen = self.pace.worth(sequences, chances)
@@ -297,15 +317,17 @@ class Drafter:
         for (chunk, draft), count in zip(found, counts):
             if count := min(count, budget):
                 budget -= count
-                chunk.sequence.drafts.kind = draft.kind
-                planned.append((chunk, tuple(draft.tokens[:count]), draft.chance))
+                chunk.kind = draft.kind
+                planned.append((chunk, tuple(draft.tokens[: draft.slack + count]), draft.chance))
         return planned
 
     def _draft(self, chunk: "Chunk", follower: Follower, count: int, left: int) -> tuple[Draft | None, int]:
-        """What may follow behind a chunk's end, some tokens before which may be drawn just now."""
+        """What may follow behind a chunk's end, some tokens before which may be drawn just now; where a draft is among
+        these, behind any end that it may have."""
         sequence, tokens, texts = chunk.sequence, chunk.sequence.tokens, follower.texts
         behind, match, follows = chunk.end - len(tokens), NOTHING, ()
-        if texts is not None and left:
+        count += chunk.slack
+        if texts is not None and left and not chunk.slack:
             left = texts.advance(follower.cursor, left)
             if follower.cursor.end == len(tokens) and follower.cursor.match.length >= _SHORTEST:
                 match = follower.cursor.match
@@ -315,7 +337,7 @@ class Drafter:
             for at in range(follower.compared - sequence.num_prompt, place):
                 right = at < len(answer.tokens) and answer.tokens[at] == tokens[at + sequence.num_prompt]
                 answer.run = answer.run + 1 if right else 0
-            if place + behind < len(answer.tokens) and (best is None or answer.run > best.run):
+            if place + behind + chunk.slack < len(answer.tokens) and (best is None or answer.run > best.run):
                 best = answer
         follower.compared = len(tokens)
         kind = "text", min(match.length, 32).bit_length()
@@ -323,7 +345,7 @@ class Drafter:
             other = "answer", min(best.run, 32).bit_length()
             if not follows or self._rate(other) >= self._rate(kind):
                 kind, follows = other, best.tokens[place + behind : place + behind + count]
-        return (Draft(follows, kind, self._chance(follower, kind)) if follows else None), left
+        return (Draft(follows, kind, self._chance(follower, kind), chunk.slack) if follows else None), left
 
     def _rate(self, kind: tuple[str, int]) -> float:
         """How often drafts of that kind were right lately."""
@@ -334,12 +356,12 @@ class Drafter:
         """Of a draft of that kind, by what is known of the sequence and of all others."""
         return min(0.99, (follower.hits + _ALL_WEIGHT * self._rate(kind)) / (follower.tries + _ALL_WEIGHT))
 
-    def note(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+    def note(self, chunk: "Chunk", accepted: int) -> None:
         """So many tokens of its draft were right."""
-        follower, compared = sequence.drafts, min(drafted, accepted + 1)
-        if follower.kind == _MODEL:
+        follower, compared = chunk.sequence.drafts, min(len(chunk.draft), accepted + 1)
+        if chunk.kind == _MODEL:
             follower.reach.note(accepted)
-        rate = self._rates.setdefault(follower.kind, [0.0, 0.0])
+        rate = self._rates.setdefault(chunk.kind, [0.0, 0.0])
         rate[:] = rate[0] * _ALL_FADE + accepted, rate[1] * _ALL_FADE + compared
         follower.hits, follower.tries = follower.hits * _FADE + accepted, follower.tries * _FADE + compared
         if accepted:
