@@ -9,6 +9,7 @@ import torch
 from engine_models import bits, build, check_idle, make_late, prompts
 from hypothesis import given
 from hypothesis import strategies as st
+from test_overlap import waiting
 from toy import VOCAB, drain, draw, expected, make, request
 
 from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation
@@ -207,6 +208,28 @@ def test_no_byte_is_another(kind, recorded, most, started, monkeypatch):
             assert list(map(outcome, done)) == list(map(outcome, without))
         assert len(started) > 20 and sum(moved.any() for moved in started) > 10
         check_idle(engine)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_thread_is_awake_when_one_is_held_back(held, monkeypatch):
+    """Whatever time it takes to wake up is the device's: once the end is near the step is waited for, not slept."""
+    loop, now, Step = waiting(in_flight=2)
+    monkeypatch.setattr("vexact_engine.core.loop.time.perf_counter", lambda: now[0])
+    early = []
+    for number in range(40):
+        begin, step = now[0], Step(0.004 + 0.00001 * (number % 5))
+        rest = loop._await(step, 64, held)
+        early.append(step.end - now[0])
+        if rest:
+            now[0] = max(now[0], step.end)
+            loop._note_wait(64, now[0] - begin)
+    if held:
+        assert all(0 <= left < 0.001 for left in early[10:]), early
+    else:
+        assert all(-0.001 < left <= 1e-9 for left in early[10:]), early
+    now[0] += 1.0
+    assert loop._await(Step(0.0), 64, held) is False and loop._typical[64] == 0.0
+    assert loop._await(Step(0.002), 64, held) is False, "of what nothing is known it looks on"
 
 
 def fail(*_):
