@@ -39,8 +39,8 @@ _MOST_PROMPT = 4096  # tokens of a prompt's end that are looked at
 _MOST_ANSWERS = 16  # to a prompt with other seeds that are looked at, the newest ones
 _SHORTEST = 2  # tokens that must have stood before
 _LIKELY = {"answer": 0.8, "text": 0.5, "model": 0.6}  # how often drafts are right that nothing is known of yet
-_FADE, _ALL_FADE = 0.8, 0.98  # how much of what one sequence knows, or all do, is left after a draft
-_ALL_WEIGHT, _LIKELY_WEIGHT = 4, 2  # tokens that count as much as what all know, and as what is likely
+_FADE, _ALL_FADE = 0.9, 0.98  # how much of what one sequence knows, or all do, is left after a draft
+_ALL_WEIGHT, _REST_WEIGHT, _LIKELY_WEIGHT = 8, 4, 2  # tokens that count as much as what all know, and as what is likely
 _SELDOM = 0.1  # where drafts are right no more often, and the last was not, the sequence rests ...
 _LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
 _SEQUENCES_A_STEP = 8  # of a step where nothing was worth it: so many times fewer steps are not looked at next
@@ -143,6 +143,12 @@ class Follower:
         self.hits = self.tries = 0.0
         self.rest = self.resting = 0
         self.reach = Reach()
+
+
+def _left(each: tuple[tuple["Chunk", Draft], int]) -> int:
+    """Tokens that its sequence may still get."""
+    chunk = each[0][0]
+    return chunk.sequence.limit - chunk.end
 
 
 class Drafter:
@@ -278,6 +284,8 @@ class Drafter:
         if self._skipped:
             self._skipped -= 1
             return []
+        if not self.speculation.always and not self.pace.seconds(len(chunks), 0):
+            return []  # nothing is worth it before it is known what single tokens take: soon
         planned = self._worth(self._found(chunks, room), len(chunks), budget) if budget else []
         self._fruitless = 0 if planned else min(2 * self._fruitless + 1, len(chunks) // _SEQUENCES_A_STEP)
         self._skipped = self._fruitless
@@ -314,7 +322,7 @@ class Drafter:
             least = chances[chosen - 1]
             budget, counts = chosen, [sum(chance >= least for chance in row) for row in each]
         planned = []
-        for (chunk, draft), count in zip(found, counts):
+        for (chunk, draft), count in sorted(zip(found, counts), key=_left, reverse=True):
             if count := min(count, budget):
                 budget -= count
                 chunk.kind = draft.kind
@@ -326,7 +334,6 @@ class Drafter:
         these, behind any end that it may have."""
         sequence, tokens, texts = chunk.sequence, chunk.sequence.tokens, follower.texts
         behind, match, follows = chunk.end - len(tokens), NOTHING, ()
-        count += chunk.slack
         if texts is not None and left and not chunk.slack:
             left = texts.advance(follower.cursor, left)
             if follower.cursor.end == len(tokens) and follower.cursor.match.length >= _SHORTEST:
@@ -337,7 +344,7 @@ class Drafter:
             for at in range(follower.compared - sequence.num_prompt, place):
                 right = at < len(answer.tokens) and answer.tokens[at] == tokens[at + sequence.num_prompt]
                 answer.run = answer.run + 1 if right else 0
-            if place + behind + chunk.slack < len(answer.tokens) and (best is None or answer.run > best.run):
+            if place + behind < len(answer.tokens) and (best is None or answer.run > best.run):
                 best = answer
         follower.compared = len(tokens)
         kind = "text", min(match.length, 32).bit_length()
@@ -345,6 +352,9 @@ class Drafter:
             other = "answer", min(best.run, 32).bit_length()
             if not follows or self._rate(other) >= self._rate(kind):
                 kind, follows = other, best.tokens[place + behind : place + behind + count]
+                if chunk.slack:  # behind an answer's end anything may follow
+                    more = best.tokens[place + behind + len(follows) :][: chunk.slack]
+                    follows = [*follows, *more, *[best.tokens[-1]] * (chunk.slack - len(more))]
         return (Draft(follows, kind, self._chance(follower, kind), chunk.slack) if follows else None), left
 
     def _rate(self, kind: tuple[str, int]) -> float:
@@ -366,7 +376,7 @@ class Drafter:
         follower.hits, follower.tries = follower.hits * _FADE + accepted, follower.tries * _FADE + compared
         if accepted:
             follower.rest = 0
-        elif follower.hits < _SELDOM * follower.tries:
+        elif follower.hits + _REST_WEIGHT * self._rate(chunk.kind) < _SELDOM * (follower.tries + _REST_WEIGHT):
             follower.resting = follower.rest = min(_LONGEST_REST, 2 * follower.rest + 1)
 
     def note_time(self, plan: "StepPlan", now: float, tokens: int) -> None:

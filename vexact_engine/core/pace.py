@@ -123,7 +123,13 @@ class Pace:
     def _plain(self, kind: int) -> float | None:
         found = self._seconds.get((kind, 0))
         if found is None:
-            near = [known for known, drafted in self._seconds if not drafted and kind <= 2 * known <= 4 * kind]
+            # more sequences, however many, where graphs have shown what rows take
+            most = len(self._device) - 1
+            near = [
+                known
+                for known, drafted in self._seconds
+                if not drafted and (kind <= 2 * known <= 4 * kind or kind < known <= most)
+            ]
             if near:
                 other = min(near, key=lambda known: abs(known - kind))
                 taken = self._seconds[other, 0]  # fewer sequences take at most as many times less, more of them no less
