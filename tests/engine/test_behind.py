@@ -36,7 +36,7 @@ def spoilt(tokens, source, right=0.7, vocabulary=VOCAB):
     return [t if source.random() < right else (t + 1) % vocabulary for t in tokens]
 
 
-def scheduled(counts, follows=True, **options):
+def scheduled(counts, follows=True, share=0.7, **options):
     """A scheduler with a sequence of each number of new tokens, and its model."""
     options = {"max_num_batched_tokens": 64, "follows": follows, "speculation": GIVEN} | options
     scheduler, model = make(num_pages=200, **options)
@@ -44,7 +44,7 @@ def scheduled(counts, follows=True, **options):
     asked = []
     for seed, count in enumerate(counts):
         right = right_answer([1 + seed % 5, 2], derive_seed(seed, 0), count)
-        asked.append(request([1 + seed % 5, 2], seed=seed, max_new_tokens=count, draft=[spoilt(right, source)]))
+        asked.append(request([1 + seed % 5, 2], seed=seed, max_new_tokens=count, draft=[spoilt(right, source, share)]))
         scheduler.add(asked[-1])
     return scheduler, model, [one.sequences[0] for one in asked]
 
@@ -61,6 +61,13 @@ def test_while_drafts_are_verified_the_next_plan_is_made():
         scheduler, model, sequences = scheduled(counts, **how)
         assert all(plan.follows is None for plan in drain(scheduler, model, lookahead=True))
         assert all(sequence.tokens == expected(sequence) for sequence in sequences)
+
+
+@pytest.mark.parametrize("share", [0.7, 1.0])
+def test_as_much_is_drafted_as_if_it_had_waited(share):
+    """To the end of each answer. A sequence's last step may be one more, for it was made before that was known."""
+    steps = [len(drain(*scheduled((40, 33, 40), follows, share)[:2], lookahead=True)) for follows in (False, True)]
+    assert steps[1] <= steps[0] + 1, steps
 
 
 def test_who_waits_and_fits_is_let_in_first():

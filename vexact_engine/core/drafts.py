@@ -40,8 +40,10 @@ _MOST_ANSWERS = 16  # to a prompt with other seeds that are looked at, the newes
 _SHORTEST = 2  # tokens that must have stood before
 _LIKELY = {"answer": 0.8, "text": 0.5, "model": 0.6}  # how often drafts are right that nothing is known of yet
 _FADE, _ALL_FADE = 0.9, 0.98  # how much of what one sequence knows, or all do, is left after a draft
-_ALL_WEIGHT, _REST_WEIGHT, _LIKELY_WEIGHT = 8, 4, 2  # tokens that count as much as what all know, and as what is likely
-_SELDOM = 0.1  # where drafts are right no more often, and the last was not, the sequence rests ...
+_ALL_WEIGHT, _LIKELY_WEIGHT = 16, 2  # tokens that count as much as what all know, and as what is likely ...
+_REST_WEIGHT = 8  # ... the first of these where a sequence is to rest
+_EVEN = 0.15  # share of its chance that a draft may count more, or less, for what its sequence has left
+_SELDOM = 0.1  # where drafts are likely to be right no more often, and the last was not, the sequence rests ...
 _LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
 _SEQUENCES_A_STEP = 8  # of a step where nothing was worth it: so many times fewer steps are not looked at next
 _MODEL = "model", 0  # the kind of its drafts
@@ -145,10 +147,18 @@ class Follower:
         self.reach = Reach()
 
 
-def _left(each: tuple[tuple["Chunk", Draft], int]) -> int:
+def _left(chunk: "Chunk") -> int:
     """Tokens that its sequence may still get."""
-    chunk = each[0][0]
     return chunk.sequence.limit - chunk.end
+
+
+def _evened(found: list[tuple["Chunk", Draft]]) -> list[float]:
+    """Chances of drafts, a little more for who has more left than others: a step of who is left alone at the end takes
+    hardly less time than one of all."""
+    left = [_left(chunk) for chunk, _ in found]
+    mean = max(1.0, sum(left) / len(left))
+    shares = (min(_EVEN, max(-_EVEN, (own / mean - 1) / 2)) for own in left)
+    return [min(0.99, draft.chance * (1 + share)) for (_, draft), share in zip(found, shares)]
 
 
 class Drafter:
@@ -313,7 +323,7 @@ class Drafter:
             return []
         counts = [draft.length for _, draft in found]
         if not self.speculation.always:
-            each = [[draft.chance] * draft.length for _, draft in found]
+            each = [[chance] * draft.length for (_, draft), chance in zip(found, _evened(found))]
             each = [list(itertools.accumulate(row, operator.mul)) for row in each]
             chances = sorted(itertools.chain.from_iterable(each), reverse=True)[:budget]
             chosen = self.pace.worth(sequences, chances)
@@ -322,7 +332,7 @@ class Drafter:
             least = chances[chosen - 1]
             budget, counts = chosen, [sum(chance >= least for chance in row) for row in each]
         planned = []
-        for (chunk, draft), count in sorted(zip(found, counts), key=_left, reverse=True):
+        for (chunk, draft), count in sorted(zip(found, counts), key=lambda each: -_left(each[0][0])):
             if count := min(count, budget):
                 budget -= count
                 chunk.kind = draft.kind
@@ -362,9 +372,9 @@ class Drafter:
         right, tried = self._rates.get(kind, (0.0, 0.0))
         return (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
 
-    def _chance(self, follower: Follower, kind: tuple[str, int]) -> float:
+    def _chance(self, follower: Follower, kind: tuple[str, int], weight: float = _ALL_WEIGHT) -> float:
         """Of a draft of that kind, by what is known of the sequence and of all others."""
-        return min(0.99, (follower.hits + _ALL_WEIGHT * self._rate(kind)) / (follower.tries + _ALL_WEIGHT))
+        return min(0.99, (follower.hits + weight * self._rate(kind)) / (follower.tries + weight))
 
     def note(self, chunk: "Chunk", accepted: int) -> None:
         """So many tokens of its draft were right."""
@@ -376,7 +386,7 @@ class Drafter:
         follower.hits, follower.tries = follower.hits * _FADE + accepted, follower.tries * _FADE + compared
         if accepted:
             follower.rest = 0
-        elif follower.hits + _REST_WEIGHT * self._rate(chunk.kind) < _SELDOM * (follower.tries + _REST_WEIGHT):
+        elif self._chance(follower, chunk.kind, _REST_WEIGHT) < _SELDOM:
             follower.resting = follower.rest = min(_LONGEST_REST, 2 * follower.rest + 1)
 
     def note_time(self, plan: "StepPlan", now: float, tokens: int) -> None:
