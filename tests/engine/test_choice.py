@@ -148,10 +148,12 @@ def test_a_bad_beginning_starves_nobody():
         answer = [token(derive_seed(seed, 0), PROMPT + place) for place in range(NEW)]
         wrong = [one + 1 for one in answer[:8]] if seed == 3 else answer[:8]
         bench.scheduler.add(request(prompt, max_new_tokens=NEW, seed=seed, draft=[wrong + answer[8:]], ignore_eos=True))
-    sequences = list(bench.scheduler.waiting)
+    slow, drawn, without = list(bench.scheduler.waiting)[3], bench.drawn, []
+    bench.drawn = lambda plan: (
+        without.extend(not c.draft for c in plan.chunks if plan.drafted and c.sequence is slow) or drawn(plan)
+    )
     bench.run()
-    steps = [NEW - sequence.accepted for sequence in sequences]
-    assert steps[3] < max(steps[:3] + steps[4:]) + 9, steps
+    assert len(without) < 40 and without.count(True) < 4, without
 
 
 def test_what_single_tokens_take_is_soon_known_and_for_fewer_sequences_too():
