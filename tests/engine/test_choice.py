@@ -140,20 +140,22 @@ def test_however_often_drafts_are_right_they_lose_nothing(right, most):
 
 
 def test_a_bad_beginning_starves_nobody():
-    """Its first drafts are wrong, those of all others right: it goes on with drafts, and is not left behind."""
-    bench = Bench(given())
-    bench.seconds(16, 1.0)
+    """Its first drafts are wrong, and those of all others as often right as they were: it goes on with drafts."""
+    bench, source = Bench(given()), random.Random(1)
+    bench.seconds(8, 0.7)
     prompts = [[1000 * seed + place for place in range(PROMPT)] for seed in range(8)]
     for seed, prompt in enumerate(prompts):
         answer = [token(derive_seed(seed, 0), PROMPT + place) for place in range(NEW)]
-        wrong = [one + 1 for one in answer[:8]] if seed == 3 else answer[:8]
-        bench.scheduler.add(request(prompt, max_new_tokens=NEW, seed=seed, draft=[wrong + answer[8:]], ignore_eos=True))
+        draft = [one if source.random() < 0.7 else one + 1 for one in answer]
+        if seed == 3:
+            draft[:6] = [one + 1 for one in answer[:6]]
+        bench.scheduler.add(request(prompt, max_new_tokens=NEW, seed=seed, draft=[draft], ignore_eos=True))
     slow, drawn, without = list(bench.scheduler.waiting)[3], bench.drawn, []
     bench.drawn = lambda plan: (
         without.extend(not c.draft for c in plan.chunks if plan.drafted and c.sequence is slow) or drawn(plan)
     )
     bench.run()
-    assert len(without) < 40 and without.count(True) < 4, without
+    assert without[:30].count(True) < 2, without
 
 
 def test_what_single_tokens_take_is_soon_known_and_for_fewer_sequences_too():
