@@ -131,8 +131,10 @@ class Worker:
         if plan.failure is not None:
             raise plan.failure
         step = self._encoder.encode(plan)
+        if plan.follows is not None:
+            return self._runner.launch(step, follow=Follow(plan, step))
         if self.images is None:
-            return self._runner.launch(step, follow=None if plan.follows is None else Follow(plan, step))
+            return self._runner.launch(step)
         return self._runner.launch(step, scene_of(plan), plan.image_epoch)
 
     def fence(self) -> Callable[[], None]:
