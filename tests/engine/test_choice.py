@@ -133,6 +133,16 @@ def test_the_choice_is_close_to_the_best_number(sequences, most, noise):
     assert first < 1.06 * best, (best, rounds)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.05], ids=["", "noise"])
+def test_graphs_are_filled(noise, monkeypatch):
+    """Of few sizes: a step is padded to the next one, whose rows are drafted, for they cost nothing."""
+    monkeypatch.setattr(f"{__name__}.SIZES", [1, 64, 160, 320, 512])
+    best = min(ratios(64, given(count, always=True), rounds=1)[0][-1] for count in (1, 2, 3, 4, 6, 8))
+    found, steps = ratios(64, given(), noise=noise)
+    full = [drafted for sequences, drafted in steps if sequences == 64 and drafted]
+    assert found[-1] < best and all(64 + drafted in SIZES for drafted in full), (best, found, full)
+
+
 @pytest.mark.parametrize("right, most", [(0.0, 1.01), (0.3, 0.96), (0.9, 0.5)])
 def test_however_often_drafts_are_right_they_lose_nothing(right, most):
     found, _ = ratios(64, given(), right=right)
