@@ -70,9 +70,18 @@ def test_what_graphs_took_is_known_from_the_start():
     assert pace.worth(4, [0.9] * 28) == 0  # how long a step of theirs takes still is not
     for _ in range(2):
         pace.note(4, 0, 1.5)
-    assert [pace.seconds(4, drafted) for drafted in (4, 8, 12, 28, 40)] == pytest.approx([1.5, 3.5, 5.5, 13.5, 13.5])
+    assert [pace.seconds(4, drafted) for drafted in (4, 8, 12, 28, 40)] == pytest.approx([1.5, 5.5, 5.5, 13.5, 13.5])
     assert pace.worth(4, [0.9] * 28) == 4 and Pace().furthest(4) == 2
     assert measured({(4, 0): 1.5}).worth(4, [0.9] * 28) == 2
+
+
+def test_rows_that_would_be_padding_are_drafted():
+    pace = Pace({1: 1.0, 64: 1.0, 100: 1.05, 320: 4.0})
+    for _ in range(2):
+        pace.note(64, 0, 1.0)
+    chances = [0.7] * 64 + [0.5] * 64
+    assert pace.worth(64, chances) == 36, "a bucket more, and the step would be padded to 320"
+    assert pace.worth(64, chances[:30]) == 30
 
 
 def test_a_step_of_fewer_sequences_still_takes_some_time():

@@ -29,22 +29,23 @@ class ToyModel:
         self.reach, self.beside = reach, {}
         self.windowed = [None] * ((config.num_window_pages or 0) * config.page_size)
         self.latest = {}  # slot -> the latest sample drawn there
+        self.before = []  # of each chunk that was computed last: what was drawn after its tokens
 
     def run(self, plan):
         """What a step computes: all its writes, then all its reads."""
         if plan.failure is not None:
             raise plan.failure
-        inputs = []
+        inputs, chunks = [], self.begun(plan)
         self.beside.update(plan.windowed)
-        for chunk in plan.chunks:
+        for chunk in chunks:
             tokens = [self.latest[chunk.slot] if t == PLACEHOLDER else t for t in chunk.token_ids]
             inputs.append(tokens)
             for position, token in enumerate(tokens, chunk.start):
                 self.memory[self.place(chunk, position)] = (position, token, plan.weight_version)
                 if self.windowed:
                     self.windowed[self.own(chunk, position)] = (position, token, plan.weight_version)
-        drawn = []
-        for chunk in plan.chunks:
+        drawn, self.before = [], []
+        for chunk in chunks:
             read = [self.memory[self.place(chunk, position)] for position in range(chunk.end)]
             positions, tokens, versions = zip(*read)
             known = chunk.sequence.tokens[: chunk.end]
@@ -58,8 +59,25 @@ class ToyModel:
             for count in range(chunk.end - chunk.draws + 1, chunk.end + 1):
                 drawn.append(draw(tokens[:count], chunk.sequence.seed, plan.weight_version))
                 self.latest[chunk.slot] = drawn[-1]
+            self.before.append((chunk.draft, drawn[len(drawn) - chunk.draws :]))
         tops = [{token: -1.0} for token in drawn]
         return Sampled(drawn, [-float(t) for t in drawn], [-2.0 * t for t in drawn], tops)
+
+    def begun(self, plan):
+        """Its chunks, where drafts of the last plan decide where they begin as these have it."""
+        if plan.follows is None:
+            return plan.chunks
+        chunks = []
+        for chunk, at in zip(plan.chunks, plan.follows, strict=True):
+            draft, drawn = self.before[at]
+            right = next((i for i, token in enumerate(draft) if token != drawn[i]), len(draft))
+            chunk = dataclasses.replace(chunk)
+            assert chunk.slack == len(draft)
+            self.latest[chunk.slot] = drawn[right]
+            if draft:
+                chunk.settle(right)
+            chunks.append(chunk)
+        return chunks
 
     def own(self, chunk, position):
         page = self.beside[chunk.pages[position // self.page_size]]

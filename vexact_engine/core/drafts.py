@@ -39,9 +39,11 @@ _MOST_PROMPT = 4096  # tokens of a prompt's end that are looked at
 _MOST_ANSWERS = 16  # to a prompt with other seeds that are looked at, the newest ones
 _SHORTEST = 2  # tokens that must have stood before
 _LIKELY = {"answer": 0.8, "text": 0.5, "model": 0.6}  # how often drafts are right that nothing is known of yet
-_FADE, _ALL_FADE = 0.8, 0.98  # how much of what one sequence knows, or all do, is left after a draft
-_ALL_WEIGHT, _LIKELY_WEIGHT = 4, 2  # tokens that count as much as what all know, and as what is likely
-_SELDOM = 0.1  # where drafts are right no more often, and the last was not, the sequence rests ...
+_FADE, _ALL_FADE = 0.9, 0.98  # how much of what one sequence knows, or all do, is left after a draft
+_ALL_WEIGHT, _LIKELY_WEIGHT = 16, 2  # tokens that count as much as what all know, and as what is likely ...
+_REST_WEIGHT = 8  # ... the first of these where a sequence is to rest
+_EVEN = 0.15  # share of its chance that a draft may count more, or less, for what its sequence has left
+_SELDOM = 0.1  # where drafts are likely to be right no more often, and the last was not, the sequence rests ...
 _LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
 _SEQUENCES_A_STEP = 8  # of a step where nothing was worth it: so many times fewer steps are not looked at next
 _MODEL = "model", 0  # the kind of its drafts
@@ -117,25 +119,46 @@ class _Answer:
 
 
 class Draft(NamedTuple):
-    """`chance`: that the first token is right, and each that follows a right one."""
+    """
+    chance   that the first token is right, and each that follows a right one
+    slack    of the tokens as many as may be passed over: what remains is the draft
+    """
 
     tokens: Tokens[int]
     kind: tuple[str, int]
     chance: float
+    slack: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) - self.slack
 
 
 class Follower:
     """What is known of one sequence's next tokens."""
 
-    __slots__ = ("answers", "compared", "cursor", "hits", "kind", "reach", "rest", "resting", "texts", "tries")
+    __slots__ = ("answers", "compared", "cursor", "hits", "reach", "rest", "resting", "texts", "tries")
 
     def __init__(self, texts: Texts | None, tokens: Tokens[int], answers: list[_Answer], compared: int):
         self.texts, self.answers, self.compared = texts, answers, compared
         self.cursor = None if texts is None else texts.add(tokens)
         self.hits = self.tries = 0.0
         self.rest = self.resting = 0
-        self.kind: tuple[str, int] = ("text", 0)  # of the draft in flight
         self.reach = Reach()
+
+
+def _left(chunk: "Chunk") -> int:
+    """Tokens that its sequence may still get."""
+    return chunk.sequence.limit - chunk.end
+
+
+def _evened(found: list[tuple["Chunk", Draft]]) -> list[float]:
+    """Chances of drafts, a little more for who has more left than others: a step of who is left alone at the end takes
+    hardly less time than one of all."""
+    left = [_left(chunk) for chunk, _ in found]
+    mean = max(1.0, sum(left) / len(left))
+    shares = (min(_EVEN, max(-_EVEN, (own / mean - 1) / 2)) for own in left)
+    return [min(0.99, draft.chance * (1 + share)) for (_, draft), share in zip(found, shares)]
 
 
 class Drafter:
@@ -223,6 +246,18 @@ class Drafter:
         """Whether the next step's drafts need tokens that are still being drawn."""
         return self._chains is not None and bool(self._chains.held[0])
 
+    def may_follow(self, chunks: Tokens["Chunk"]) -> bool:
+        """Whether drafts behind those of these chunks can be found before it is known how much of them is right. Of an
+        answer they can, for it is followed at its place; what texts have behind the last token, and what a model makes
+        of it, waits for that. So does an answer that is right less often than another text may be."""
+        return self._chains is None and all(map(self._is_followed, chunks))
+
+    def _is_followed(self, chunk: "Chunk") -> bool:
+        follower = chunk.sequence.drafts
+        if follower is None or follower.texts is None or not chunk.draft:
+            return True
+        return chunk.kind[0] == "answer" and self._chance(follower, chunk.kind) >= _LIKELY["text"]
+
     def pass_over(self) -> None:
         """A step has more to do than decodes: nothing is drafted for it."""
         if self._chains is not None:
@@ -252,13 +287,15 @@ class Drafter:
         right = sum(chance ** (j + 1) for _, tokens, chance in planned for j in range(len(tokens)))
         found = self._chains.plan(others, len(chunks), (rows, right), budget - rows, room, grow)
         for chunk, _ in found:
-            chunk.sequence.drafts.kind = _MODEL
+            chunk.kind = _MODEL
         return [(chunk, tokens) for chunk, tokens, _ in planned] + found
 
     def _by_texts(self, chunks: Tokens["Chunk"], budget: int, room: Callable[["Chunk"], int]) -> list[tuple]:
         if self._skipped:
             self._skipped -= 1
             return []
+        if not self.speculation.always and not self.pace.seconds(len(chunks), 0):
+            return []  # nothing is worth it before it is known what single tokens take: soon
         planned = self._worth(self._found(chunks, room), len(chunks), budget) if budget else []
         self._fruitless = 0 if planned else min(2 * self._fruitless + 1, len(chunks) // _SEQUENCES_A_STEP)
         self._skipped = self._fruitless
@@ -280,12 +317,13 @@ class Drafter:
         return found
 
     def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int) -> list[tuple]:
-        """As much of them as makes tokens per second more: tokens of each, and how likely one is right."""
+        """As much of them as makes tokens per second more: tokens of each, with those that may be passed over, and how
+        likely one is right."""
         if not found:
             return []
-        counts = [len(draft.tokens) for _, draft in found]
+        counts = [draft.length for _, draft in found]
         if not self.speculation.always:
-            each = [[draft.chance] * len(draft.tokens) for _, draft in found]
+            each = [[chance] * draft.length for (_, draft), chance in zip(found, _evened(found))]
             each = [list(itertools.accumulate(row, operator.mul)) for row in each]
             chances = sorted(itertools.chain.from_iterable(each), reverse=True)[:budget]
             chosen = self.pace.worth(sequences, chances)
@@ -294,18 +332,19 @@ class Drafter:
             least = chances[chosen - 1]
             budget, counts = chosen, [sum(chance >= least for chance in row) for row in each]
         planned = []
-        for (chunk, draft), count in zip(found, counts):
+        for (chunk, draft), count in sorted(zip(found, counts), key=lambda each: -_left(each[0][0])):
             if count := min(count, budget):
                 budget -= count
-                chunk.sequence.drafts.kind = draft.kind
-                planned.append((chunk, tuple(draft.tokens[:count]), draft.chance))
+                chunk.kind = draft.kind
+                planned.append((chunk, tuple(draft.tokens[: draft.slack + count]), draft.chance))
         return planned
 
     def _draft(self, chunk: "Chunk", follower: Follower, count: int, left: int) -> tuple[Draft | None, int]:
-        """What may follow behind a chunk's end, some tokens before which may be drawn just now."""
+        """What may follow behind a chunk's end, some tokens before which may be drawn just now; where a draft is among
+        these, behind any end that it may have."""
         sequence, tokens, texts = chunk.sequence, chunk.sequence.tokens, follower.texts
         behind, match, follows = chunk.end - len(tokens), NOTHING, ()
-        if texts is not None and left:
+        if texts is not None and left and not chunk.slack:
             left = texts.advance(follower.cursor, left)
             if follower.cursor.end == len(tokens) and follower.cursor.match.length >= _SHORTEST:
                 match = follower.cursor.match
@@ -323,28 +362,31 @@ class Drafter:
             other = "answer", min(best.run, 32).bit_length()
             if not follows or self._rate(other) >= self._rate(kind):
                 kind, follows = other, best.tokens[place + behind : place + behind + count]
-        return (Draft(follows, kind, self._chance(follower, kind)) if follows else None), left
+                if chunk.slack:  # behind an answer's end anything may follow
+                    more = best.tokens[place + behind + len(follows) :][: chunk.slack]
+                    follows = [*follows, *more, *[best.tokens[-1]] * (chunk.slack - len(more))]
+        return (Draft(follows, kind, self._chance(follower, kind), chunk.slack) if follows else None), left
 
     def _rate(self, kind: tuple[str, int]) -> float:
         """How often drafts of that kind were right lately."""
         right, tried = self._rates.get(kind, (0.0, 0.0))
         return (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
 
-    def _chance(self, follower: Follower, kind: tuple[str, int]) -> float:
+    def _chance(self, follower: Follower, kind: tuple[str, int], weight: float = _ALL_WEIGHT) -> float:
         """Of a draft of that kind, by what is known of the sequence and of all others."""
-        return min(0.99, (follower.hits + _ALL_WEIGHT * self._rate(kind)) / (follower.tries + _ALL_WEIGHT))
+        return min(0.99, (follower.hits + weight * self._rate(kind)) / (follower.tries + weight))
 
-    def note(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+    def note(self, chunk: "Chunk", accepted: int) -> None:
         """So many tokens of its draft were right."""
-        follower, compared = sequence.drafts, min(drafted, accepted + 1)
-        if follower.kind == _MODEL:
+        follower, compared = chunk.sequence.drafts, min(len(chunk.draft), accepted + 1)
+        if chunk.kind == _MODEL:
             follower.reach.note(accepted)
-        rate = self._rates.setdefault(follower.kind, [0.0, 0.0])
+        rate = self._rates.setdefault(chunk.kind, [0.0, 0.0])
         rate[:] = rate[0] * _ALL_FADE + accepted, rate[1] * _ALL_FADE + compared
         follower.hits, follower.tries = follower.hits * _FADE + accepted, follower.tries * _FADE + compared
         if accepted:
             follower.rest = 0
-        elif follower.hits < _SELDOM * follower.tries:
+        elif self._chance(follower, chunk.kind, _REST_WEIGHT) < _SELDOM:
             follower.resting = follower.rest = min(_LONGEST_REST, 2 * follower.rest + 1)
 
     def note_time(self, plan: "StepPlan", now: float, tokens: int) -> None:

@@ -28,14 +28,18 @@ from typing import NamedTuple, Protocol
 from .. import request
 from ..errors import EngineClosed, EngineForked, StepFailed, WeightsTorn
 from ..outputs import Outgoing, Ticket
-from .plan import Sampled, StepPlan
+from .plan import StepPlan
 from .scheduler import Scheduler
 from .tickets import Tickets
+from .waits import Failed, Pending
+from .waits import is_ready as _is_ready
+from .waits import size as _size
 
 log = logging.getLogger(__name__)
 
 PAUSES = ("abort", "wait", "keep")
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # seconds between two looks at a plan in flight
+_AWAKE = 0.9  # of the time that a wait is likely to take, behind which the thread does not sleep where it must not
 _LONGEST_WAIT = 0.05  # seconds that a wait is taken to need at most
 GRACE_SECONDS = 15.0  # for a step to end after close(), in other processes
 _JOIN_SECONDS = 10  # for a thread whose engine is collected; close() and the end of the process wait for the step
@@ -44,16 +48,6 @@ _JOIN_SECONDS = 10  # for a thread whose engine is collected; close() and the en
 def check_pause(method: str, mode: str) -> None:
     if mode not in PAUSES:
         raise ValueError(f"{method}: mode: got {mode!r}, expected one of {', '.join(PAUSES)}")
-
-
-class Pending(Protocol):
-    """A plan in flight."""
-
-    def ready(self) -> bool:
-        """Whether wait() returns, or raises, at once."""
-
-    def wait(self) -> Sampled:
-        """What was drawn; -1 for a sequence whose logits are not numbers. Raises what the computation failed of."""
 
 
 class Worker(Protocol):
@@ -80,19 +74,6 @@ class Worker(Protocol):
         """From another thread, at the end: what it waits for in other processes does not come any more."""
 
     def close(self) -> None: ...
-
-
-class _Failed:
-    """A plan whose launch has failed: it is found out in its turn."""
-
-    def __init__(self, error: Exception):
-        self.error = error
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> Sampled:
-        raise self.error
 
 
 class _Command(NamedTuple):
@@ -474,7 +455,7 @@ class Loop:
             try:
                 pending = self.worker.launch(plan)
             except Exception as error:
-                self._pending.append((plan, _Failed(error)))
+                self._pending.append((plan, Failed(error)))
                 return
             self._pending.append((plan, pending))
             self._tell_launched()
@@ -491,10 +472,13 @@ class Loop:
         """Wait for the oldest plan in flight, commit and deliver it. A failure of the computation itself ends every
         request, for nobody can say whose fault it is; the engine can be used again."""
         plan, pending = self._pending[0]
-        self._await(pending, _size(plan.num_tokens))
+        size, held = _size(plan.num_tokens), len(self._pending) > 1 and self._pending[1][0].follows is not None
+        begin, rest = time.perf_counter(), self._await(pending, size, held)
         self._pending.popleft()
         try:
             sampled = pending.wait()
+            if rest:
+                self._note_wait(size, time.perf_counter() - begin)
         except Exception as error:
             self._abandon()
             self.scheduler.cancel(plan)
@@ -506,29 +490,37 @@ class Loop:
             return
         self._tickets.commit(plan, sampled)
 
-    def _await(self, pending: Pending, size: int) -> None:
+    def _await(self, pending: Pending, size: int, held: bool = False) -> bool:
         """Until it is ready, let requests come and go. The thread sleeps for most of the time that such a wait took
         lately for plans of this size, and looks a few times more, or more often where no other plan is behind this one.
         Where a plan is ready at once, the sleep before may have been too long, so that the device was through with
-        both: then it is none, and grows again."""
+        both: then it is none, and grows again. Where one is held back until this one's outcome is known (`held`) it
+        does not sleep at the end, from which it would wake too late: True, and the rest is `wait`'s."""
         if _is_ready(pending):
             self._typical[size] = 0.0
-            return
+            return False
         begin, typical = time.perf_counter(), self._typical.get(size, 0.0)
         pause, taken = 0.75 * typical, 0.0
         while not _is_ready(pending):
             self._do_aborts()
             with self._changed:
                 if self._closing:
-                    return
+                    return False
                 if not self._inbox or self._inbox[0].alone:  # that is done once nothing is in flight
                     self._changed.wait(pause)
             while self._inbox and not self._inbox[0].alone:
                 self._next().run()
             self._outgoing.flush()
             taken = time.perf_counter() - begin
-            late = max(typical, taken) / (16 if len(self._pending) > 1 else 128)  # somebody waits, and so does a device
+            if held and taken > _AWAKE * typical > 0:
+                return True
+            late = max(typical, taken) / (16 if len(self._pending) > 1 and not held else 128)  # so does a device
             pause = min(max(_SHORTEST_PAUSE, late), _LONGEST_PAUSE)
+        self._note_wait(size, taken)
+        return False
+
+    def _note_wait(self, size: int, taken: float) -> None:
+        typical = self._typical.get(size, 0.0)
         self._typical[size] = min(taken, typical + (min(taken, _LONGEST_WAIT) - typical) / 4)
 
     def _abandon(self) -> None:
@@ -570,19 +562,6 @@ class Loop:
         self._tickets.running.clear()
         self._tickets.listened.clear()
         self.worker = None
-
-
-def _size(tokens: int) -> int:
-    """To a quarter of a power of two: what plans of about so many tokens have in common."""
-    low = max(0, tokens.bit_length() - 3)
-    return tokens >> low << low
-
-
-def _is_ready(pending: Pending) -> bool:
-    try:
-        return pending.ready()
-    except Exception:  # a device that has failed: wait() will say so
-        return True
 
 
 _LOOPS: "weakref.WeakSet[Loop]" = weakref.WeakSet()

@@ -12,6 +12,7 @@ may lose a share of the time of all steps, and what they have gained before, and
 steps of single tokens are taken anew, for where all have drafts nobody would know that others were faster.
 """
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -47,7 +48,7 @@ class Pace:
         self._seconds: dict[tuple[int, int], float] = {}  # (sequences, drafted rows), as buckets
         self._met: set[tuple[int, int]] = set()  # the first of a kind may have kernels to compile: it is not counted
         self._early: set[tuple[int, int]] = set()  # of which no more is known than what the first of some took
-        self._device = _by_rows(graphs or {})
+        self._device, self._sizes = _by_rows(graphs or {}), sorted(graphs or {})
         self._more = _Line()  # what steps with drafts took beside those of single tokens, by their rows
         self._declined: dict[int, tuple[int, int]] = {}  # how often it was, and when it is not
         self._lost: float | None = None  # seconds that drafts may lose yet, whatever the sequences ...
@@ -120,10 +121,21 @@ class Pace:
         known = self._seconds.get((kind, most))
         return max(plain, plain + self._takes_more(sequences, drafted) if known is None else known)
 
+    def _filled(self, rows: int) -> int:
+        """Rows of the graph that so many are computed in: those that would be padding cost nothing."""
+        at = bisect.bisect_left(self._sizes, rows)
+        return self._sizes[at] if at < len(self._sizes) else rows
+
     def _plain(self, kind: int) -> float | None:
         found = self._seconds.get((kind, 0))
         if found is None:
-            near = [known for known, drafted in self._seconds if not drafted and kind <= 2 * known <= 4 * kind]
+            # more sequences, however many, where graphs have shown what rows take
+            most = len(self._device) - 1
+            near = [
+                known
+                for known, drafted in self._seconds
+                if not drafted and (kind <= 2 * known <= 4 * kind or kind < known <= most)
+            ]
             if near:
                 other = min(near, key=lambda known: abs(known - kind))
                 taken = self._seconds[other, 0]  # fewer sequences take at most as many times less, more of them no less
@@ -165,7 +177,7 @@ class Pace:
         single = sequences / plain
         best, chosen = (1 + LEAST_GAIN) * single, 0
         for full in _BUCKETS:  # a bucket's rows are taken to cost the same
-            known, at = self._seconds.get((kind, full)), min(full, most)
+            known, at = self._seconds.get((kind, full)), min(self._filled(sequences + full) - sequences, most)
             rate = (sequences + right[at - 1]) / (known or plain + self._takes_more(sequences, at))
             if rate > best:
                 best, chosen = rate, at
@@ -196,13 +208,12 @@ class Pace:
 
 
 def _by_rows(known: Mapping[int, float]) -> list[float]:
-    """Of 0, 1, 2, .. rows: from one that is known to the next in a line, and more rows never take less. [0.0] where
-    none is."""
+    """Of 0, 1, 2, .. rows: what the next that is known takes, and more rows never take less. [0.0] where none is."""
     rows = sorted(known)
     most = list(itertools.accumulate((known[count] for count in rows), max))  # a time that was disturbed stays long
     found = [most[0] if most else 0.0]
-    for (low, before), (high, behind) in itertools.pairwise([(0, found[0]), *zip(rows, most)]):
-        found += [before + (behind - before) * (rows - low) / (high - low) for rows in range(low + 1, high + 1)]
+    for (low, high), behind in zip(itertools.pairwise([0, *rows]), most):
+        found += [behind] * (high - low)
     return found
 
 

@@ -18,6 +18,11 @@ class Chunk:
     needs_sample   whether the last token's logits are to be sampled: the drawn token has position `end`
     draft          its last tokens are these, which are likely to be drawn (drafts.py): the logits of each are sampled,
                    and of the token before them. What is drawn after a token that was not drawn itself is nobody's
+    kind           of its draft, as drafts.py has it
+    slack          how many tokens further on it may begin: those of a draft that is still being verified. Until that is
+                   done it begins, and ends, where it does if none of them is right
+    window         what its draft is cut from then: from as many tokens on as were right
+    later          the chunk of the same sequence in the plan behind this one, where that waits for this draft
     """
 
     sequence: Sequence
@@ -30,6 +35,15 @@ class Chunk:
     restore: int | None = None
     save: int | None = None
     draft: tuple[int, ...] = ()
+    kind: tuple[str, int] | None = None
+    slack: int = 0
+    window: tuple[int, ...] = ()
+    later: "Chunk | None" = None
+
+    def settle(self, accepted: int) -> None:
+        """So many tokens of the draft before it were right."""
+        self.start, self.end, self.slack = self.start + accepted, self.end + accepted, 0
+        self.draft = self.window[accepted : accepted + len(self.draft)]
 
     @property
     def draws(self) -> int:
@@ -57,6 +71,8 @@ class StepPlan:
     planned   when it was made, in time.monotonic() seconds; None where that is not measured
     ahead     whether it was made while another was computed; None where none is
     failure   why it cannot be computed
+    follows   of each chunk the one of the plan before it whose draft decides where it begins: the plan is made while
+              that is verified, and cannot be computed before its outcome is known (behind.py)
     """
 
     chunks: list[Chunk]
@@ -67,6 +83,7 @@ class StepPlan:
     planned: float | None = None
     ahead: bool | None = None
     failure: Exception | None = None
+    follows: list[int] | None = None
 
     def __bool__(self):
         return bool(self.chunks)

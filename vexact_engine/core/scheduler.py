@@ -29,17 +29,18 @@ from operator import attrgetter
 
 from ..config import EngineConfig
 from ..request import Request, Sequence, State
+from .behind import Verifying
 from .chains import DraftModel
 from .drafts import Drafter
 from .images import Encodings
 from .pages import PagePool
-from .plan import MOST_VERIFIED, Chunk, Sampled, Stats, StepPlan
+from .plan import Chunk, Sampled, Stats, StepPlan
 from .reserve import Reserve
 from .snapshots import Snapshots
 from .windows import WindowPages
 
 
-class Scheduler:
+class Scheduler(Verifying):
     """Continuous batching over one PagePool. Not thread-safe: its owner calls it from one thread at a time.
 
     config          `num_pages` must be set; `max_model_len` None means no limit but the cache's
@@ -54,6 +55,7 @@ class Scheduler:
                     config.num_window_pages
     draft_model     a model that drafts, where config.speculation says so
     graphs          rows -> seconds of a step that verifies drafts, as far as graphs of such have shown
+    follows         whether a plan can be made while drafts are verified that decide where its chunks begin
     drafter         what drafts, there
     """
 
@@ -69,6 +71,7 @@ class Scheduler:
         draft_model: DraftModel | None = None,
         reach: int | None = None,
         graphs: Mapping[int, float] | None = None,
+        follows: bool = False,
     ):
         if config.num_pages is None:
             raise ValueError("Scheduler: config.num_pages is None, expected the number of pages that the cache has")
@@ -86,7 +89,7 @@ class Scheduler:
         self.longest_first = longest_first
         drafts = draft_model, self.pool, config.max_num_batched_tokens, graphs
         self.drafter = None if config.speculation is None else Drafter(config.speculation, vocab_size, *drafts)
-        self._chunk = chunk
+        self._chunk, self._follows = chunk, follows
         self.stats = Stats()
         self.weight_version = 0
         self.requests: dict[Request, None] = {}  # the unfinished ones, in the order of arrival
@@ -239,13 +242,13 @@ class Scheduler:
         """The next step's plan. It is in flight until `commit` or `cancel`, unless it is empty.
 
         A sequence whose newest token is still being sampled is left out; with `lookahead` it is planned with a
-        PLACEHOLDER for that token, but not one whose draft is being verified. Empty if nothing can be computed before a
-        commit, or at all.
+        PLACEHOLDER for that token; where drafts are being verified either all are planned behind these (behind.py), or
+        none. Empty if nothing can be computed before a commit, or at all.
         """
         waits = self.drafter is not None and self.drafter.waits
         if self._stages == 1:
             if self._in_flight and (self._in_flight[-1].drafted or waits):  # others would have their own step
-                return StepPlan([], self.weight_version)
+                return self._behind(lookahead and not waits)
             return self._fill(lookahead, None)
         lookahead = lookahead and not waits
         plan = self._fill(lookahead, self._choose(lookahead))
@@ -316,44 +319,10 @@ class Scheduler:
             self.stats.mixed_steps += 0 < num_decodes < len(chunks)
         return plan
 
-    def _draft(self, plan, budget, lookahead):
-        """Let decodes have more rows, where nothing else is computed: whatever waits comes first."""
-        most, found = max(0, min(budget, MOST_VERIFIED - len(plan.chunks))), []
-        try:
-            found = self.drafter.plan(plan.chunks, most, self._room, self._lengthen)
-        except Exception as error:  # of a model that drafts: as if the step itself had failed
-            plan.failure = error
-        for chunk, tokens in found:
-            tokens = tokens[: self._lengthen(chunk, len(tokens))]
-            if tokens:
-                sequence = chunk.sequence
-                chunk.draft = tokens
-                sequence.num_planned = chunk.end = chunk.end + len(tokens)
-                if self.windows is not None:
-                    self.windows.cover(sequence, chunk.end)
-                sequence.drafted += len(tokens)
-                plan.drafted += len(tokens)
-        self.stats.drafted_tokens += plan.drafted
-        plan.planned, plan.ahead = time.monotonic(), bool(self._in_flight) if lookahead else None
-
-    def _lengthen(self, chunk, count):
-        """Take pages for so many tokens behind a decode, where that leaves one to each other sequence. Returns for how
-        many there are some."""
-        pages, size = chunk.pages, self.pool.page_size
-        while len(pages) * size < chunk.end + count and self.pool.num_available > len(self.running):
-            pages.append(self.pool.allocate())
-        end = len(pages) * size
-        if self.windows is not None:
-            end = min(end, self.windows.room(chunk.sequence))
-        return max(0, min(count, end - chunk.end))
-
-    def _room(self, chunk):
-        """Tokens that may be drafted behind a decode: a drawn one follows the last. Rows that were appended to a state
-        are forgotten unless they end a chunk of it."""
-        if chunk.save is not None:
-            return 0
-        room = chunk.sequence.limit - chunk.end - 1
-        return room if self._chunk is None else min(room, self._chunk - 1 - chunk.end % self._chunk)
+    def _stamp(self, plan, lookahead):
+        """For whoever wants to know what a step took. Behind drafts nothing is ahead: it begins once they are known."""
+        ahead = bool(self._in_flight) and plan.follows is None
+        plan.planned, plan.ahead = time.monotonic(), ahead if lookahead else None
 
     def _choose(self, lookahead, rested=True):
         """In a pipeline: the decodes that are to be in this plan, their share of all: of those that no token is drawn
@@ -415,12 +384,15 @@ class Scheduler:
             windows.cover(sequence, start + 1)
         return True
 
+    @property
+    def _may_admit(self):
+        """Whether somebody waits who has not been found to be too large for what is free."""
+        return self.waiting and len(self.running) < self._max_running and self.waiting[0] is not self._blocked
+
     def _admit(self, plan, budget):
         """Let the waiting in, in order, as far as the pages and the budget go."""
         pool, windows = self.pool, self.windows
-        if not (budget and self.waiting and len(self.running) < self._max_running):
-            return
-        if self.waiting[0] is self._blocked:
+        if not (budget and self._may_admit):
             return
         computing = {self._next_key(sequence) for sequence in self.running}
         passed, forecast = [], None
@@ -550,17 +522,6 @@ class Scheduler:
         if self.drafter is not None:
             self.drafter.note_time(plan, now, len(plan.chunks) + self.stats.accepted_tokens - accepted)
         return grown
-
-    def _accepted(self, chunk, count):
-        """So many tokens of a draft were drawn, and the next is to be. Rows behind them are computed again, in the same
-        places. Returns the end of those that are computed."""
-        sequence, end = chunk.sequence, chunk.end - len(chunk.draft) + count
-        self.drafter.note(sequence, len(chunk.draft), count)
-        sequence.accepted += count
-        self.stats.accepted_tokens += count
-        if sequence.epoch == chunk.epoch:
-            sequence.num_planned = end
-        return end
 
     def cancel(self, plan: StepPlan) -> None:
         """A plan in flight has failed, and all that were made after it go with it.

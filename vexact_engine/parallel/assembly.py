@@ -38,6 +38,7 @@ def assemble(
             draft_model=worker.draft_model,
             reach=worker.reach,
             graphs=worker.verified,
+            follows=worker.follows,
         )
     except BaseException:
         worker.close()

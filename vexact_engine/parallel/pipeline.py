@@ -101,6 +101,7 @@ class PipelineWorker:
     meanwhile  as core/loop.py has it
     dead       why the stages cannot be used, "" while they can
     drawn      what has come back and was not taken yet, by the number of its step, and whether that drafts
+    follows         whether it takes plans behind drafts (core/behind.py)
     draft_model     what drafts in the last stage; None: nothing does
     verified   rows -> seconds of steps that verify drafts, in the slowest stage, as far as graphs of such have shown
     asleep     what of the stages' memory has been given back, and at which level; of one of them is enough
@@ -125,7 +126,7 @@ class PipelineWorker:
             if config.tensor_parallel_size > 1:  # what does not fit is said here, before any process is there
                 whole_experts = config.expert_parallel_size > 1
                 cut_weights(handle.describe(), shapes(self.model), 0, config.tensor_parallel_size, whole_experts)
-        self.depth, self.longest_first = len(self.layers) + 1, False
+        self.depth, self.longest_first, self.follows = len(self.layers) + 1, False, False
         self._encoder = Encoder()
         self._stages: list[Member] = []
         self.drawn: dict[tuple[int, bool], Sampled] = {}

@@ -125,6 +125,7 @@ class Host:
         self.bytes, self.numbers = self.words.view(torch.uint8).numpy(), self.drawn.numpy()
         self.address = self.drawn.data_ptr()
         self.event = torch.cuda.Event() if pinned else None
+        self.laid: _Laid | None = None
 
     def wait(self) -> None:
         """Until what was last fetched is there."""
@@ -135,6 +136,27 @@ class Host:
         places, size = _places(part)
         first = middle if isinstance(part, Body) else middle - size
         return {name: np.ndarray(count, kind, self.bytes, first + at) for name, (at, kind, count) in places.items()}
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A step's columns in a host's memory, from byte `first` to `end`, and what `move` is to know of them.
+
+    owners, positions   of each row
+    apart       as the Body has it
+    pages       how many new ones there are behind the columns
+    news        or those that have a copy of their own
+    """
+
+    body: dict[str, np.ndarray]
+    head: dict[str, np.ndarray]
+    owners: np.ndarray
+    positions: np.ndarray
+    apart: bool
+    first: int
+    end: int
+    pages: int
+    news: tuple | None
 
 
 def _draws(wanted: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -214,7 +236,13 @@ class Buffers:
         return Work(len(step.token_ids), len(chunks), draws, int(lengths.max()), context, top, plain)
 
     def send(self, step: Step | None, body: Body, head: Head | None, ids: Callable | None = None) -> Host:
-        """Write a step's columns, padded to these sizes, and begin to copy them.
+        """`lay` and `post`."""
+        host = self.lay(step, body, head, ids)
+        self.post(host)
+        return host
+
+    def lay(self, step: Step | None, body: Body, head: Head | None, ids: Callable | None = None) -> Host:
+        """Write a step's columns, padded to these sizes.
 
         step   None: padding alone, to rehearse and to time
         ids    count -> token ids for the padding
@@ -224,10 +252,10 @@ class Buffers:
             self._hosts += self._free
         host = self._free.pop()
         first, end = self.middle, self.middle + _places(body)[1]
-        to = host.columns(body, self.middle)
+        to = of_body = host.columns(body, self.middle)
         if step is None:
             tokens = count = draws = 0
-            chosen = ends = rows = positions = np.zeros(0, np.int64)
+            chosen = ends = rows = positions = owners = np.zeros(0, np.int64)
             latest = np.zeros(0, bool)
         else:
             tokens, count = len(step.token_ids), len(step.chunks)
@@ -272,6 +300,7 @@ class Buffers:
             elif missing:
                 to["positions"][tokens:] = np.arange(missing) % body.padding
         to["rows"][draws:] = 0
+        to = {}
         if head is not None:
             first -= _places(head)[1]
             to = host.columns(head, self.middle)
@@ -289,14 +318,37 @@ class Buffers:
             numbers = end + 8 * len(pages)
             host.bytes[end:numbers].view(np.int64)[:] = where
             host.bytes[numbers : numbers + 4 * len(pages)].view(np.int32)[:] = pages
-        if self._kernels:
-            count = 0 if apart else len(pages)
-            self._kernels.receive(host.words, self.words, self._pages, first // 8, end // 8, count)
-        else:
-            self.words[first // 8 : end // 8] = host.words[first // 8 : end // 8]
-        if apart and len(pages):
-            self._pages.index_copy_(0, *(send(part, self.device) for part in (where, pages)))
+        news = (where, pages) if apart and len(pages) else None
+        count = 0 if apart else len(pages)
+        host.laid = _Laid(of_body, to, owners, positions, body.apart, first, end, count, news)
         return host
+
+    def move(self, host: Host, step: Step, moved: np.ndarray) -> None:
+        """A step of decodes that was laid with others' ids: its rows are so many tokens further on."""
+        laid, tokens, count = host.laid, len(step.token_ids), len(step.chunks)
+        to, positions = laid.body, laid.positions + moved
+        page, offset = np.divmod(positions, self.page_size)
+        to["ids"][:tokens] = step.token_ids
+        to["sources"][:tokens] = self.middle // 8 + np.arange(tokens)
+        to["positions"][:tokens] += moved
+        to["places"][:tokens] = self.rows.table[laid.owners, page].astype(np.int64) * self.page_size + offset
+        if tokens == count or laid.apart:
+            to["context"][:tokens] += moved.astype(np.int32)
+        else:
+            lengths = step.chunks["length"]
+            to["context"][:count] += moved[np.cumsum(lengths) - lengths].astype(np.int32)
+        laid.head["positions"][:tokens] += moved
+
+    def post(self, host: Host) -> None:
+        """Begin to copy what was laid."""
+        laid = host.laid
+        first, end = laid.first // 8, laid.end // 8
+        if self._kernels:
+            self._kernels.receive(host.words, self.words, self._pages, first, end, laid.pages)
+        else:
+            self.words[first:end] = host.words[first:end]
+        if laid.news is not None:
+            self._pages.index_copy_(0, *(send(part, self.device) for part in laid.news))
 
     @contextlib.contextmanager
     def long_padding(self, body: Body, lengths: Sequence[int]) -> Iterator[None]:
@@ -407,11 +459,16 @@ class Buffers:
 
     def read(self, host: Host, draws: int, count: int) -> tuple[list[int], list[float], list[float]]:
         """Of `draws` draws the first `count`, once they are there."""
-        ids = host.numbers[: 2 * draws].view(np.int64)[:count].tolist()
+        ids = self.drawn(host, draws, count).tolist()
         values = host.numbers[2 * draws : 4 * draws].view(np.float32).reshape(2, draws)[:, :count].tolist()
         return ids, *values
 
+    def drawn(self, host: Host, draws: int, count: int) -> np.ndarray:
+        """The ids alone, where they lie."""
+        return host.numbers[: 2 * draws].view(np.int64)[:count]
+
     def give_back(self, host: Host) -> None:
+        host.laid = None
         self._free.append(host)
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from . import memory, saver, shapes
 from .batch import Batch
 from .buffers import Body, Buffers, Head, Host, Work, send
 from .decoder import Decoder, Weights
+from .follow import Follow
 from .forward import Forward, forward
 from .memory import Caches
 from .pictures import Gallery
@@ -43,27 +45,61 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_Run = Callable[[Host], "tuple[_Top | None, _Scores | None]"]
 _NUMBERS = 1 << 20  # of pages that take no memory
 _LIKELIEST_ROWS = 64  # whose logits are there at once: what it takes is not reckoned with at the start
 
 
 class Pending:
-    """A step that was launched."""
+    """A step that was launched, or that is to be once the one before it is waited for.
+
+    run      what launches it
+    follow   what is to be known before; None: nothing
+    then     the one that follows it
+    """
+
+    then: "Pending | None" = None
 
     def __init__(
-        self, buffers: Buffers, host: Host, draws: int, count: int, top: "_Top | None", scores: "_Scores | None"
+        self, buffers: Buffers, host: Host, step: Step, draws: int, count: int, run: _Run, follow: Follow | None
     ):
-        self._buffers, self._host, self._draws, self._count = buffers, host, draws, count
-        self._top, self._scores = top, scores
+        self._buffers, self._host, self._step, self._draws, self._count = buffers, host, step, draws, count
+        self._run: _Run | None = run
+        self._follow, self._error = follow, RuntimeError("the step before it was not waited for")
+        if follow is None:
+            with buffers.kept(host):
+                self._launch()
+
+    def _launch(self) -> None:
+        run, self._run = self._run, None
+        self._top, self._scores = run(self._host)
+
+    @torch.inference_mode()
+    def start(self, before: Step, drawn: np.ndarray) -> None:
+        """The step before it has drawn these. What fails here is found out in its turn."""
+        try:
+            with self._buffers.kept(self._host):
+                self._buffers.move(self._host, self._step, self._follow.start(before, drawn))
+                self._launch()
+            self._follow = None
+        except Exception as error:
+            self._error, self._run, self._host = error, None, None
 
     def ready(self) -> bool:
         """Whether `wait` returns, or raises, at once."""
-        return self._host is None or self._host.event is None or self._host.event.query()
+        return self._follow is not None or self._host is None or self._host.event is None or self._host.event.query()
 
     def wait(self) -> Sampled:
         """What was drawn, one for each chunk that was to be drawn after; id -1 where logits are no numbers. Once."""
-        host, self._host = self._host, None
+        (host, self._host), (then, self.then) = (self._host, None), (self.then, None)
+        if self._follow is not None:
+            self._run = None
+            if host is not None:
+                self._buffers.give_back(host)
+            raise self._error
         host.wait()
+        if then is not None:  # before anything else: the device has nothing to do
+            then.start(self._step, self._buffers.drawn(host, self._draws, self._count))
         ids, logprobs, raw = self._buffers.read(host, self._draws, self._count)
         self._buffers.give_back(host)
         scores, tops = self._scores.read() if self._scores else (None, None)
@@ -199,6 +235,7 @@ class Runner:
         if beside is not None:
             beside.undrawn = self.undrawn
         self.hidden: Tensor | None = None  # of the rows that are drawn after
+        self._newest: Pending | None = None
         found, self.sleep_backend = saver.choose(config.sleep_backend, device)
         names = ("weights", "buffers", "kv_cache", "graphs") if found else ()
         self.regions = {name: found.region(name) for name in names}
@@ -378,24 +415,29 @@ class Runner:
     # A step
 
     @torch.inference_mode()
-    def launch(self, step: Step, scene: Scene | None = None, epoch: int = 0) -> Pending:
+    def launch(self, step: Step, scene: Scene | None = None, epoch: int = 0, follow: Follow | None = None) -> Pending:
         """Begin to compute a step, behind those launched before.
 
-        scene   places on three axes, and images, where tokens of prompts with some are among its own
-        epoch   images that were encoded in another one are encoded anew
+        scene    places on three axes, and images, where tokens of prompts with some are among its own
+        epoch    images that were encoded in another one are encoded anew
+        follow   what the last step's outcome decides of this one: it is prepared, and begun in that one's `wait`
         """
         if self.gallery is not None and self.gallery.epoch != epoch:
             self.gallery.clear()
             self.gallery.epoch = epoch
         buffers = self.buffers
         work = buffers.work(step)
+        if follow is not None:
+            work = replace(work, context=work.context + follow.most)
         scored = self.draws and len(step.targets) > 0
         forward, draw = self.graphs.fit(work, whole=scored or scene is not None)
         body = forward.body if forward else self.graphs.body(work)
         recorded = draw or forward
         head = (recorded and recorded.head) or (Head(work.draws, work.plain) if work.draws else None)
-        host = buffers.send(step, body, head)
-        with buffers.kept(host):
+        draws = head.draws if head else 0
+
+        def run(host: Host) -> tuple[_Top | None, _Scores | None]:
+            buffers.post(host)
             self._receive(step)
             buffers.restore(step)
             top = scores = None
@@ -415,9 +457,14 @@ class Runner:
                 top = _Top(self.head, self.hidden, buffers.rows.occupants["top"][slots])
             self._hand_on(step, work)
             buffers.save(step)
-            draws = head.draws if head else 0
             buffers.fetch(host, draws)
-            return Pending(buffers, host, draws, work.draws, top, scores)
+            return top, scores
+
+        pending = Pending(buffers, buffers.lay(step, body, head), step, draws, work.draws, run, follow)
+        if follow is not None:
+            self._newest.then = pending
+        self._newest = pending
+        return pending
 
     def compute(self, body: Body, whole: bool = False, aside: bool = True, scene: Scene | None = None) -> Tensor | None:
         """Final hidden states, of all tokens where `whole` says so; those that are drawn after are put aside."""

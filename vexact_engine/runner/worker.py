@@ -26,6 +26,7 @@ from ..weights.watch import Watch
 from . import memory
 from .beside import runner_beside
 from .drafting import DraftModel
+from .follow import Follow
 from .runner import Pending, Runner
 from .sleep import ASLEEP, Both, Memory, memory_of
 
@@ -60,6 +61,7 @@ class Worker:
     config         as given, with num_pages filled in
     backend        the one that ops are computed with, whatever other threads or the process choose; None: the default
     depth          how many plans may be in flight
+    follows        whether it takes plans behind drafts (core/behind.py)
     longest_first  whether attention wants the decodes of most keys first
     chunk          tokens of a chunk of the model's states; None: it has none
     draft_model    what drafts; None: nothing does
@@ -108,7 +110,7 @@ class Worker:
             self._encoder = Encoder()
             self.longest_first, self.verified = self._runner.longest_first(), self._runner.graphs.verified
             self.chunk, self.reach = memory.chunk_of(self._runner.memories), memory.reach(self._runner.memories)
-            self.numbers_alone = self._runner.numbers_alone
+            self.numbers_alone, self.follows = self._runner.numbers_alone, self.images is None
             asked = config.async_scheduling
             self.depth = 2 if (self.device.type == "cuda" if asked is None else asked) else 1
         except BaseException:
@@ -129,6 +131,8 @@ class Worker:
         if plan.failure is not None:
             raise plan.failure
         step = self._encoder.encode(plan)
+        if plan.follows is not None:
+            return self._runner.launch(step, follow=Follow(plan, step))
         if self.images is None:
             return self._runner.launch(step)
         return self._runner.launch(step, scene_of(plan), plan.image_epoch)

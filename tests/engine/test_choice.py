@@ -1,0 +1,179 @@
+"""How much is drafted, with the times of a true device: close to the best number, soon, and nobody is left behind."""
+
+import itertools
+import random
+import statistics
+from types import SimpleNamespace
+
+import pytest
+from toy import make, request
+
+from vexact_engine import Speculation
+from vexact_engine.core.plan import Sampled
+from vexact_engine.request import derive_seed
+
+# Milliseconds of a step of so many rows: Qwen3-8B on an H200, about.
+ROWS = [(0, 4.2), (64, 4.2), (128, 4.8), (256, 6.5), (512, 11.5), (1024, 22.0)]
+SIZES = [1, *range(32, 513, 32)]  # of graphs
+PROMPT, NEW = 256, 192
+
+
+def device(rows):
+    """Seconds, of the next larger graph."""
+    rows = next((size for size in SIZES if size >= rows), rows)
+    (low, before), (high, behind) = next(pair for pair in itertools.pairwise(ROWS) if rows <= pair[1][0])
+    return 1e-3 * (before + (behind - before) * (rows - low) / (high - low))
+
+
+def token(seed, position):
+    return derive_seed(seed, position) % 997
+
+
+class Bench:
+    """A scheduler with a clock. The host's 1.3 ms for a plan are hidden, but for `gap` behind drafts."""
+
+    def __init__(self, speculation, noise=0.0, seed=0, follows=True, gap=0.12e-3):
+        self.now, self.free, self.noise, self.gap = 0.0, 0.0, noise, gap
+        self.random = random.Random(seed)
+        graphs = None if speculation is None else {size: device(size) for size in SIZES}
+        self.scheduler, _ = make(
+            num_pages=4000, page_size=64, max_num_seqs=64, max_num_batched_tokens=2048, speculation=speculation,
+            graphs=graphs, follows=follows,
+        )  # fmt: skip
+        self.scheduler.vocab_size = None
+
+    def took(self, plan):
+        if any(chunk.length > 1 and not chunk.draft for chunk in plan.chunks):
+            return 3e-5 * plan.num_tokens
+        return device(plan.num_tokens) * (1 + self.random.gauss(0, self.noise))
+
+    def drawn(self, plan):
+        ids = [
+            token(chunk.sequence.seed, position)
+            for chunk in plan.chunks
+            if chunk.needs_sample
+            for position in range(chunk.end - chunk.draws + 1, chunk.end + 1)
+        ]
+        return Sampled(ids, [0.0] * len(ids), [0.0] * len(ids))
+
+    def seconds(self, sequences, right, new=NEW, spoil=0):
+        """Of an answer of so many tokens each, whose drafts are right so often; (sequences, drafted) of each step."""
+        source = random.Random(spoil)
+        self.scheduler.reset_cache()
+        for seed in range(sequences):
+            answer = [token(derive_seed(seed, 0), PROMPT + place) for place in range(new)]
+            draft = [one if source.random() < right else one + 1 for one in answer]
+            prompt = [1000 * seed + place for place in range(PROMPT)]
+            self.scheduler.add(request(prompt, max_new_tokens=new, seed=seed, draft=[draft], ignore_eos=True))
+        return self.run()
+
+    def run(self):
+        begin, pending, steps = self.now, [], []
+        while self.scheduler.has_unfinished or pending:
+            while len(pending) < 2 and (plan := self.scheduler.schedule(lookahead=True)):
+                self.now += 0.8e-3
+                pending.append([plan, self.launched(plan) if plan.follows is None else None])
+            plan, done = pending.pop(0)
+            self.now = max(self.now, done)
+            if pending and pending[0][1] is None:
+                self.now += self.gap
+                pending[0][1] = self.launched(pending[0][0])
+            self.scheduler.commit(plan, self.drawn(plan))
+            steps.append((len(plan.chunks), plan.drafted))
+            self.now += 0.5e-3
+        return self.now - begin, steps
+
+    def launched(self, plan):
+        """When it is done."""
+        self.free = max(self.free, self.now) + self.took(plan)
+        return self.free
+
+
+def ratios(sequences, speculation, right=0.7, rounds=2, **options):
+    """Of each round: its time beside that without drafts, prompts left out; and the steps of the last."""
+    found = []
+    for how in (None, speculation):
+        bench = Bench(how, **(options if how else {}))
+        took = []
+        for _ in range(rounds):
+            first, _ = bench.seconds(sequences, right, new=1)
+            seconds, steps = bench.seconds(sequences, right)
+            took.append(seconds - first)
+        found.append(took)
+    return [ours / plain for plain, ours in zip(*found)], steps
+
+
+def given(most=8, always=False):
+    return Speculation(max_draft_tokens=most, always=always, sources=("given",))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """The scheduler's is that of whichever bench it is in."""
+    benches, begun = [], Bench.__init__
+
+    def begin(self, *args, **options):
+        begun(self, *args, **options)
+        benches.append(self)
+
+    monkeypatch.setattr(Bench, "__init__", begin)
+    now = SimpleNamespace(monotonic=lambda: benches[-1].now if benches else 0.0)
+    monkeypatch.setattr("vexact_engine.core.scheduler.time", now)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05], ids=["", "noise"])
+@pytest.mark.parametrize("sequences, most", [(1, 0.36), (16, 0.45), (64, 0.7)])
+def test_the_choice_is_close_to_the_best_number(sequences, most, noise):
+    """Found by trying each: in the second round within 3 %, in the first, which is to measure, within 6 %."""
+    best = min(ratios(sequences, given(count, always=True))[0][-1] for count in (1, 2, 3, 4, 6, 8))
+    seeds = range(3 if noise else 1)
+    rounds = [ratios(sequences, given(), noise=noise, seed=seed)[0] for seed in seeds]
+    first, second = (statistics.mean(each) for each in zip(*rounds))
+    assert second < 1.03 * best and second < most, (best, rounds)
+    assert first < 1.06 * best, (best, rounds)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05], ids=["", "noise"])
+def test_graphs_are_filled(noise, monkeypatch):
+    """Of few sizes: a step is padded to the next one, whose rows are drafted, for they cost nothing."""
+    monkeypatch.setattr(f"{__name__}.SIZES", [1, 64, 160, 320, 512])
+    best = min(ratios(64, given(count, always=True), rounds=1)[0][-1] for count in (1, 2, 3, 4, 6, 8))
+    found, steps = ratios(64, given(), noise=noise)
+    full = [drafted for sequences, drafted in steps if sequences == 64 and drafted]
+    assert found[-1] < best and all(64 + drafted in SIZES for drafted in full), (best, found, full)
+
+
+@pytest.mark.parametrize("right, most", [(0.0, 1.01), (0.3, 0.96), (0.9, 0.5)])
+def test_however_often_drafts_are_right_they_lose_nothing(right, most):
+    found, _ = ratios(64, given(), right=right)
+    assert max(found) < most, found
+
+
+def test_a_bad_beginning_starves_nobody():
+    """Its first drafts are wrong, and those of all others as often right as they were: it goes on with drafts."""
+    bench, source = Bench(given()), random.Random(1)
+    bench.seconds(8, 0.7)
+    prompts = [[1000 * seed + place for place in range(PROMPT)] for seed in range(8)]
+    for seed, prompt in enumerate(prompts):
+        answer = [token(derive_seed(seed, 0), PROMPT + place) for place in range(NEW)]
+        draft = [one if source.random() < 0.7 else one + 1 for one in answer]
+        if seed == 3:
+            draft[:6] = [one + 1 for one in answer[:6]]
+        bench.scheduler.add(request(prompt, max_new_tokens=NEW, seed=seed, draft=[draft], ignore_eos=True))
+    slow, drawn, without = list(bench.scheduler.waiting)[3], bench.drawn, []
+    bench.drawn = lambda plan: (
+        without.extend(not c.draft for c in plan.chunks if plan.drafted and c.sequence is slow) or drawn(plan)
+    )
+    bench.run()
+    assert without[:30].count(True) < 2, without
+
+
+def test_what_single_tokens_take_is_soon_known_and_for_fewer_sequences_too():
+    """Where graphs have shown what rows take. What one step of more takes is all that is to be known."""
+    bench = Bench(given())
+    _, steps = bench.seconds(64, 0.7)
+    decodes = steps[64 * PROMPT // 2048 :]
+    assert next(at for at, (_, drafted) in enumerate(decodes) if drafted) < 6, decodes
+    _, steps = bench.seconds(64, 0.7)
+    fewer = [drafted for sequences, drafted in steps[20:] if 1 < sequences < 40]
+    assert len(fewer) > 5 and fewer.count(0) < 2, steps
