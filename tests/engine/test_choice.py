@@ -177,3 +177,23 @@ def test_what_single_tokens_take_is_soon_known_and_for_fewer_sequences_too():
     _, steps = bench.seconds(64, 0.7)
     fewer = [drafted for sequences, drafted in steps[20:] if 1 < sequences < 40]
     assert len(fewer) > 5 and fewer.count(0) < 2, steps
+
+
+@pytest.mark.parametrize("cold", [0.05, 0.3])
+def test_what_is_slow_the_first_time_is_not_held_against_drafts(cold, monkeypatch):
+    """Kernels are compiled, or settled, where a step of so many rows is the first."""
+    bench, met = Bench(given()), set()
+    took = bench.took
+
+    def slow(plan):
+        kind = plan.num_tokens, plan.drafted > 0
+        first = kind not in met
+        met.add(kind)
+        return took(plan) + cold * first
+
+    monkeypatch.setattr(bench, "took", slow)
+    for sequences in (1, 16):
+        bench.seconds(sequences, 1.0, new=48)
+        _, steps = bench.seconds(sequences, 1.0, new=48)
+        decodes = [drafted for count, drafted in steps if count == sequences]
+        assert len(decodes) < 12 and sum(drafted == 8 * sequences for drafted in decodes) > 3, steps

@@ -61,8 +61,9 @@ class Pace:
         kind = bucket(sequences)
         plain = self._plain(kind)
         behind, self._behind = self._behind, drafted > 0
-        if plain is None:
+        if plain is None or (drafted and (kind, bucket(drafted)) not in self._met):
             return
+        seconds = min(seconds, _MOST * (self.seconds(sequences, drafted) or plain))
         most = _AT_ONCE * plain
         if self._lost is None:
             self._lost = most
