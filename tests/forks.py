@@ -5,6 +5,8 @@ The first of a kind in a run begins as for users. Those after it get their descr
 `become`, and run the line of code that `python -c` would. What they start themselves are forks too, of a child that
 each has for that (`program`); and what is imported they do not take to pieces at their end (`whole`). Whatever is asked
 for beyond that begins as for users too, and so does everything where torch sees a GPU, which no fork may use.
+
+A test's own program that begins with OWN, after `python -c`, is no user's: it is a fork from the first on.
 """
 
 import atexit
@@ -70,9 +72,10 @@ KINDS = (
     "from multiprocessing.spawn import spawn_main; spawn_main(",
     "import runpy; runpy.run_module('vexact_engine.cli', run_name='__main__', alter_sys=True)",
 )
-STARTING = KINDS[0], KINDS[2], KINDS[3]  # those that may start others themselves
+OWN = "# of a test: it may be a fork\n"
+STARTING = KINDS[0], KINDS[2], KINDS[3], OWN  # those that may start others themselves
 NAME = "vexact-forks"  # of what forks for such a one, among its children
-COMMAND = "-m", "vexact_engine.cli"  # `python -m` of it is the last kind
+COMMAND = "-m", "vexact_engine.cli"  # `python -m` of it is the last kind; torchrun has its lines unbuffered
 IMPORTED = (
     "vexact_engine.parallel.process",
     "vexact_engine.parallel.stage",
@@ -91,6 +94,11 @@ IMPORTED = (
 )
 # Variables that are read late, if at all: those that differ otherwise make a process begin as for users.
 LATE = {
+    *("RANK", "GROUP_RANK", "LOCAL_RANK", "ROLE_RANK", "ROLE_NAME"),  # torchrun's
+    *("WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_ERROR_FILE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
     "GLOO_SOCKET_IFNAME",
     "NCCL_MAX_P2P_NCHANNELS",
     "PYTEST_CURRENT_TEST",
@@ -164,6 +172,8 @@ class Server:
 
         descriptors   its numbers there, and what they are here
         """
+        if (*command[1:4],) == ("-u", *COMMAND):
+            command = [command[0], *command[2:]]
         if (*command[1:3],) == COMMAND:
             command = [command[0], "-c", KINDS[-1], *command[3:]]
         kind = self.kind(command, env)
@@ -196,9 +206,13 @@ class Server:
         changed = {name for name in {*self.environment, *env} if self.environment.get(name) != env.get(name)}
         if [*command[:2]] != [sys.executable, "-c"] or changed - LATE:
             return None
+        if command[2].startswith(OWN):
+            return OWN
         return next((kind for kind in KINDS if kind in command[2]), None)
 
     def is_first(self, kind: str) -> bool:
+        if kind is OWN:
+            return False
         try:
             (self.begun / str(KINDS.index(kind))).touch(exist_ok=False)
         except FileExistsError:
