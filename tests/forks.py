@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 FILES = {
+    "test_admit.py",
     "test_benchmark_engine.py",
     "test_cli.py",
     "test_directory.py",
@@ -105,6 +106,7 @@ LATE = {
     "PYTHONPATH",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it
     "VEXACT_API_KEY",
+    "VEXACT_CACHE",
     "XDG_RUNTIME_DIR",
 }
 MOST = 1 << 20  # bytes of a message
