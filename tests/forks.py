@@ -50,6 +50,7 @@ FILES = {
     "test_images.py",
     "test_images_apart.py",
     "test_pipeline.py",
+    "test_readme.py",
     "test_recipe.py",
     "test_recipe_check.py",
     "test_recipe_kept.py",
@@ -60,6 +61,7 @@ FILES = {
     "test_serve_process.py",
     "test_serve_strangers.py",
     "test_settings.py",
+    "test_soak.py",
     "test_speculation.py",
     "test_stalled.py",
     "test_tensor_parallel.py",
@@ -169,10 +171,13 @@ class Server:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, cwd="/"
             )
 
-    def fork(self, command: list[str], env: dict[str, str], descriptors: dict[int, int], session: bool) -> int | None:
+    def fork(
+        self, command: list[str], env: dict[str, str], descriptors: dict[int, int], session: bool, directory: str = ""
+    ) -> int | None:
         """The id of a process whose parent is this one. None where it has to begin as for users.
 
         descriptors   its numbers there, and what they are here
+        directory     "": this process's
         """
         if (*command[1:4],) == ("-u", *COMMAND):
             command = [command[0], *command[2:]]
@@ -185,7 +190,7 @@ class Server:
             "argv": ["-c", *command[3:]],
             "code": command[2],
             "environment": dict(env),
-            "directory": os.getcwd(),
+            "directory": directory or os.getcwd(),
             "parent": os.getpid(),
             "session": session,
             "numbers": list(descriptors),
@@ -243,11 +248,13 @@ class Forked(_Popen):
     def _execute_child(self, *given):
         asked = dict(zip(_ARGUMENTS, given))
         args, env, pid = asked["args"], asked["env"], None
-        if not isinstance(args, str) and env and not any(asked[name] for name in ("executable", "preexec_fn", "cwd")):
+        if not isinstance(args, str) and env and not any(asked[name] for name in ("executable", "preexec_fn")):
             pipes = {0: asked["p2cread"], 1: asked["c2pwrite"], 2: asked["errwrite"]}
             descriptors = {number: number if mine == -1 else mine for number, mine in pipes.items()}
             descriptors |= {number: number for number in asked["pass_fds"]}
-            pid = self.server.fork(args, env, descriptors, asked["start_new_session"])
+            directory = os.path.abspath(os.fsdecode(asked["cwd"] or ""))
+            if os.path.isdir(directory):  # or it fails as users see it
+                pid = self.server.fork(args, env, descriptors, asked["start_new_session"], directory)
         if pid is None:
             return super()._execute_child(*given)
         sys.audit("subprocess.Popen", args[0], args, None, env)

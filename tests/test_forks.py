@@ -29,7 +29,7 @@ os._exit(7)
 """
 
 
-def started(kind, session=False):
+def started(kind, session=False, **more):
     code = f"if 0: {kind})\n{SAYS}"
     reading, writing = os.pipe()
     os.write(writing, b"descriptors")
@@ -42,6 +42,7 @@ def started(kind, session=False):
         stdout=subprocess.PIPE,
         env=env,
         start_new_session=session,
+        **more,
     )
     os.close(reading)
     assert process.wait() == 7 and process.poll() == 7
@@ -61,6 +62,10 @@ def test_a_fork_is_what_a_process_of_its_own_would_be(monkeypatch, tmp_path):
         same = {name: value for name, value in first.items() if name not in ("alone", "fork", "argv", "open")}
         assert {name: other[name] for name in same} == same and len(other["open"]) == len(first["open"])
     assert first["parent"] == os.getpid() and first["threads"] == 1 and first["given"] == "descriptors"
+    elsewhere = started(kind, cwd=tmp_path)
+    assert elsewhere["fork"] and elsewhere["directory"] == str(tmp_path) != first["directory"]
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        started(kind, cwd=tmp_path / "nowhere")
 
 
 @pytest.mark.process
