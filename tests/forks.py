@@ -5,6 +5,8 @@ The first of a kind in a run begins as for users. Those after it get their descr
 `become`, and run the line of code that `python -c` would. What they start themselves are forks too, of a child that
 each has for that (`program`); and what is imported they do not take to pieces at their end (`whole`). Whatever is asked
 for beyond that begins as for users too, and so does everything where torch sees a GPU, which no fork may use.
+
+A test's own program that begins with OWN, after `python -c`, is no user's: it is a fork from the first on.
 """
 
 import atexit
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 FILES = {
+    "test_admit.py",
     "test_benchmark_engine.py",
     "test_cli.py",
     "test_directory.py",
@@ -47,6 +50,7 @@ FILES = {
     "test_images.py",
     "test_images_apart.py",
     "test_pipeline.py",
+    "test_readme.py",
     "test_recipe.py",
     "test_recipe_check.py",
     "test_recipe_kept.py",
@@ -57,6 +61,7 @@ FILES = {
     "test_serve_process.py",
     "test_serve_strangers.py",
     "test_settings.py",
+    "test_soak.py",
     "test_speculation.py",
     "test_stalled.py",
     "test_tensor_parallel.py",
@@ -70,9 +75,10 @@ KINDS = (
     "from multiprocessing.spawn import spawn_main; spawn_main(",
     "import runpy; runpy.run_module('vexact_engine.cli', run_name='__main__', alter_sys=True)",
 )
-STARTING = KINDS[0], KINDS[2], KINDS[3]  # those that may start others themselves
+OWN = "# of a test: it may be a fork\n"
+STARTING = KINDS[0], KINDS[2], KINDS[3], OWN  # those that may start others themselves
 NAME = "vexact-forks"  # of what forks for such a one, among its children
-COMMAND = "-m", "vexact_engine.cli"  # `python -m` of it is the last kind
+COMMAND = "-m", "vexact_engine.cli"  # `python -m` of it is the last kind; torchrun has its lines unbuffered
 IMPORTED = (
     "vexact_engine.parallel.process",
     "vexact_engine.parallel.stage",
@@ -91,12 +97,18 @@ IMPORTED = (
 )
 # Variables that are read late, if at all: those that differ otherwise make a process begin as for users.
 LATE = {
+    *("RANK", "GROUP_RANK", "LOCAL_RANK", "ROLE_RANK", "ROLE_NAME"),  # torchrun's
+    *("WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_ERROR_FILE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
     "GLOO_SOCKET_IFNAME",
     "NCCL_MAX_P2P_NCHANNELS",
     "PYTEST_CURRENT_TEST",
     "PYTHONPATH",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it
     "VEXACT_API_KEY",
+    "VEXACT_CACHE",
     "XDG_RUNTIME_DIR",
 }
 MOST = 1 << 20  # bytes of a message
@@ -159,11 +171,16 @@ class Server:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, cwd="/"
             )
 
-    def fork(self, command: list[str], env: dict[str, str], descriptors: dict[int, int], session: bool) -> int | None:
+    def fork(
+        self, command: list[str], env: dict[str, str], descriptors: dict[int, int], session: bool, directory: str = ""
+    ) -> int | None:
         """The id of a process whose parent is this one. None where it has to begin as for users.
 
         descriptors   its numbers there, and what they are here
+        directory     "": this process's
         """
+        if (*command[1:4],) == ("-u", *COMMAND):
+            command = [command[0], *command[2:]]
         if (*command[1:3],) == COMMAND:
             command = [command[0], "-c", KINDS[-1], *command[3:]]
         kind = self.kind(command, env)
@@ -173,7 +190,7 @@ class Server:
             "argv": ["-c", *command[3:]],
             "code": command[2],
             "environment": dict(env),
-            "directory": os.getcwd(),
+            "directory": directory or os.getcwd(),
             "parent": os.getpid(),
             "session": session,
             "numbers": list(descriptors),
@@ -196,9 +213,13 @@ class Server:
         changed = {name for name in {*self.environment, *env} if self.environment.get(name) != env.get(name)}
         if [*command[:2]] != [sys.executable, "-c"] or changed - LATE:
             return None
+        if command[2].startswith(OWN):
+            return OWN
         return next((kind for kind in KINDS if kind in command[2]), None)
 
     def is_first(self, kind: str) -> bool:
+        if kind is OWN:
+            return False
         try:
             (self.begun / str(KINDS.index(kind))).touch(exist_ok=False)
         except FileExistsError:
@@ -227,11 +248,13 @@ class Forked(_Popen):
     def _execute_child(self, *given):
         asked = dict(zip(_ARGUMENTS, given))
         args, env, pid = asked["args"], asked["env"], None
-        if not isinstance(args, str) and env and not any(asked[name] for name in ("executable", "preexec_fn", "cwd")):
+        if not isinstance(args, str) and env and not any(asked[name] for name in ("executable", "preexec_fn")):
             pipes = {0: asked["p2cread"], 1: asked["c2pwrite"], 2: asked["errwrite"]}
             descriptors = {number: number if mine == -1 else mine for number, mine in pipes.items()}
             descriptors |= {number: number for number in asked["pass_fds"]}
-            pid = self.server.fork(args, env, descriptors, asked["start_new_session"])
+            directory = os.path.abspath(os.fsdecode(asked["cwd"] or ""))
+            if os.path.isdir(directory):  # or it fails as users see it
+                pid = self.server.fork(args, env, descriptors, asked["start_new_session"], directory)
         if pid is None:
             return super()._execute_child(*given)
         sys.audit("subprocess.Popen", args[0], args, None, env)

@@ -11,6 +11,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -361,12 +362,11 @@ def test_a_context_that_is_gone_is_said_clearly(monkeypatch):
     assert not admit._in_progress
 
 
-WRITER = """
-import sys, torch
+WRITER = f"""{forks.OWN}import sys, torch
 from vexact_ops._core.admit import Candidate, Proposal, admitted
 run = lambda x: x + 1
 for i in range(100):
-    key = f"writer {sys.argv[1]} key {i}"
+    key = f"writer {{sys.argv[1]}} key {{i}}"
     proposal = Proposal(key, [Candidate("a", run, "1")], Candidate("c", run, "1"), lambda: [(torch.zeros(2),)])
     admitted(proposal, "cpu")
 """

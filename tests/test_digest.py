@@ -37,9 +37,15 @@ def touch(path: Path, old=b"\n", new=b"\n \n"):
     path.write_bytes(content.replace(old, new, 1))
 
 
-def changed(tmp_path, file, backends, of=lambda d, room, backends: d.sources(room, backends)):
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """A copy that nobody changes: what it says of a room it says once."""
+    return copy_of(tmp_path_factory.mktemp("digests"), "before")
+
+
+def changed(before, tmp_path, file, backends, of=lambda d, room, backends: d.sources(room, backends)):
     """The rooms whose digest another byte in one file changes."""
-    before, after = copy_of(tmp_path, "before"), copy_of(tmp_path, "after")
+    after = copy_of(tmp_path, "after")
     touch(after.PACKAGE / file)
     return {room for room in ROOMS if of(before, room, backends) != of(after, room, backends)}
 
@@ -84,16 +90,18 @@ def test_the_same_sources_have_the_same_digest_wherever_they_lie(tmp_path):
         ("_core/proof/inputs.py", ["cuda", "triton"], set()),
     ],
 )
-def test_a_byte_of_a_source_changes_the_rooms_made_of_it(tmp_path, file, backends, rooms):
-    assert changed(tmp_path, file, backends) == rooms
+def test_a_byte_of_a_source_changes_the_rooms_made_of_it(before, tmp_path, file, backends, rooms):
+    assert changed(before, tmp_path, file, backends) == rooms
 
 
-def test_what_the_triton_kernels_share_is_in_all_of_them(tmp_path):
-    assert changed(tmp_path, "_core/triton.py", ["triton"]) == set(ROOMS) - {"kv_cache"}  # which has no Triton kernel
+def test_what_the_triton_kernels_share_is_in_all_of_them(before, tmp_path):
+    assert changed(before, tmp_path, "_core/triton.py", ["triton"]) == set(ROOMS) - {
+        "kv_cache"
+    }  # which has no Triton kernel
 
 
 def test_a_new_shared_file_counts_without_being_named_anywhere(tmp_path):
-    before, after = copy_of(tmp_path, "before"), copy_of(tmp_path, "after")
+    before, after = copy_of(tmp_path, "one"), copy_of(tmp_path, "other")
     for module, value in ((before, "1.0"), (after, "2.0")):
         (module.PACKAGE / "_core" / "constants.py").write_text(f"X = {value}\n")
         touch(
@@ -105,14 +113,13 @@ def test_a_new_shared_file_counts_without_being_named_anywhere(tmp_path):
     assert before.sources("rmsnorm", ["triton"]) == after.sources("rmsnorm", ["triton"])
 
 
-def test_the_canonical_kernel_is_known_by_its_file_and_what_it_is_composed_of(tmp_path):
+def test_the_canonical_kernel_is_known_by_its_file_and_what_it_is_composed_of(before, tmp_path):
     def of(module, room, backends):
         return module.canonical(room) if (module.PACKAGE / room / "triton.py").exists() else None
 
-    assert changed(tmp_path, "linear/triton.py", None, of) == PRODUCTS
-    for name in ("before", "after"):
-        shutil.rmtree(tmp_path / name)
-    assert changed(tmp_path, "linear/cuda.py", None, of) == set(), "a candidate's file"
+    assert changed(before, tmp_path, "linear/triton.py", None, of) == PRODUCTS
+    shutil.rmtree(tmp_path / "after")
+    assert changed(before, tmp_path, "linear/cuda.py", None, of) == set(), "a candidate's file"
 
 
 def test_the_native_part_counts_where_a_file_calls_it(tmp_path):

@@ -29,7 +29,7 @@ os._exit(7)
 """
 
 
-def started(kind, session=False):
+def started(kind, session=False, **more):
     code = f"if 0: {kind})\n{SAYS}"
     reading, writing = os.pipe()
     os.write(writing, b"descriptors")
@@ -42,6 +42,7 @@ def started(kind, session=False):
         stdout=subprocess.PIPE,
         env=env,
         start_new_session=session,
+        **more,
     )
     os.close(reading)
     assert process.wait() == 7 and process.poll() == 7
@@ -61,6 +62,31 @@ def test_a_fork_is_what_a_process_of_its_own_would_be(monkeypatch, tmp_path):
         same = {name: value for name, value in first.items() if name not in ("alone", "fork", "argv", "open")}
         assert {name: other[name] for name in same} == same and len(other["open"]) == len(first["open"])
     assert first["parent"] == os.getpid() and first["threads"] == 1 and first["given"] == "descriptors"
+    elsewhere = started(kind, cwd=tmp_path)
+    assert elsewhere["fork"] and elsewhere["directory"] == str(tmp_path) != first["directory"]
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        started(kind, cwd=tmp_path / "nowhere")
+
+
+@pytest.mark.process
+def test_a_test_s_own_program_is_a_fork_from_the_first_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(forks.Forked.server, "begun", tmp_path)
+    code = f"{forks.OWN}import os, sys; print(os.getppid(), 'vexact_engine.engine' in sys.modules, sys.argv[1:])"
+    command = [sys.executable, "-c", code, "a word"]
+    for _ in range(2):
+        said = subprocess.run(command, capture_output=True, text=True, env={**os.environ}).stdout
+        assert said == f"{os.getpid()} True ['a word']\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.process
+def test_what_torchrun_starts_is_a_fork(monkeypatch, tmp_path):
+    """With lines unbuffered, which a fork's are not."""
+    monkeypatch.setattr(forks.Forked.server, "begun", tmp_path)
+    forks.Forked.server.is_first(forks.KINDS[-1])
+    env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    found = forks.Forked.server.fork([sys.executable, "-u", *forks.COMMAND, "--help"], env, {1: 2, 2: 2}, True)
+    assert found and os.waitstatus_to_exitcode(os.waitpid(found, 0)[1]) == 0
 
 
 ENDS = {

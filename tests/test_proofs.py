@@ -20,15 +20,19 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def changes(root, changed, test="ops/test_linear_silu_mul.py"):
-    """Whether a test file's key is another one once a file has changed."""
-    path, before = root / changed, proofs.Sources(root).key(root / "tests" / test)
-    path.write_text(path.read_text() + "\n# changed\n")
-    return proofs.Sources(root).key(root / "tests" / test) != before
+def changing(root, *files, test="ops/test_linear_silu_mul.py"):
+    """Changes one file after another, and says of each whether a test file's key is another one from then on."""
+    before = proofs.Sources(root).key(root / "tests" / test)
+    for changed in files:
+        path = root / changed
+        path.write_text(path.read_text() + "\n# changed\n")
+        after = proofs.Sources(root).key(root / "tests" / test)
+        yield changed, after != before
+        before = after
 
 
 def test_what_it_depends_on_changes_the_key(checkout):
-    for changed in (
+    files = (
         "tests/ops/test_linear_silu_mul.py",
         "tests/conftest.py",
         "vexact_ops/linear_silu_mul/op.py",
@@ -37,13 +41,15 @@ def test_what_it_depends_on_changes_the_key(checkout):
         "vexact_ops/_core/operator.py",
         "vexact_ops/testing/properties.py",
         "pyproject.toml",
-    ):
-        assert changes(checkout, changed), changed
+    )
+    for changed, is_another in changing(checkout, *files):
+        assert is_another, changed
 
 
 def test_what_it_does_not_depend_on_leaves_it(checkout):
-    for changed in ("vexact_ops/moe_route/op.py", "tests/ops/test_mean.py", "tests/attack.py"):
-        assert not changes(checkout, changed), changed
+    files = "vexact_ops/moe_route/op.py", "tests/ops/test_mean.py", "tests/attack.py"
+    for changed, is_another in changing(checkout, *files):
+        assert not is_another, changed
 
 
 def test_patches_depend_on_every_room_and_where_they_are_asked_the_engine():

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import forks
 import growth
 import pytest
 import soak
@@ -170,7 +171,7 @@ def test_configurations_hold_the_longest_request():
 
 def test_a_hang_is_found():
     """In a process of its own: it ends there."""
-    program = """
+    program = f"""{forks.OWN}
 import sys, threading, soak
 soak.HANG = 2
 soak.Client.stream = lambda self: threading.Event().wait()

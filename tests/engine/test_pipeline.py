@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import forks
 import pytest
 import torch
 from children import is_alive
@@ -252,7 +253,7 @@ def test_stages_that_cannot_be_made_anew_are_tried_again_with_the_next_request(s
 
 @ONE
 def test_nothing_is_left_of_a_process_that_is_killed(saved):
-    code = f"""
+    code = f"""{forks.OWN}
 import sys, threading, time
 from vexact_engine import Engine, EngineConfig, SamplingParams
 config = EngineConfig(num_pages=64, pipeline_parallel_size=2, show_progress=False)

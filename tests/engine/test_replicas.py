@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import forks
 import msgspec
 import pytest
 import torch
@@ -510,7 +511,7 @@ def test_close_ends_what_runs_and_leaves_nothing(path):
     assert len(os.listdir("/proc/self/fd")) <= before + 1  # the pool's own
 
 
-ORPHANS = """
+ORPHANS = f"""{forks.OWN}
 import os, sys, time
 from vexact_engine import EngineConfig, Replicas, SamplingParams
 replicas = Replicas.from_pretrained(sys.argv[1], replicas=2, config=EngineConfig(num_pages=64, page_size=4))
@@ -525,9 +526,7 @@ time.sleep(60)
 
 def test_no_replica_outlives_its_front(path):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    front = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", ORPHANS, str(path)], stdout=subprocess.PIPE, text=True, env=env
-    )
+    front = subprocess.Popen([sys.executable, "-c", ORPHANS, str(path)], stdout=subprocess.PIPE, text=True, env=env)
     with front.stdout, contextlib.ExitStack() as stack:
         other, *pids = map(int, front.stdout.readline().split())
         stack.callback(os.kill, other, signal.SIGKILL)

@@ -83,6 +83,10 @@ def main() -> None:
     import ray
     from verl.trainer import main_ppo
 
+    from trainers import workers
+
+    workers.without_autoscaler()
+
     class Runner(main_ppo.TaskRunnerV1.__ray_metadata__.modified_class):
         def run(self, config):
             from trainers import recorder

@@ -12,6 +12,7 @@ that forks, which ends with this one.
 import argparse
 import atexit
 import contextlib
+import functools
 import json
 import os
 import select
@@ -92,6 +93,22 @@ def _end(server, folder):
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def without_autoscaler():
+    """Clusters that this process begins have no monitor that would add nodes: nobody does, and it takes a second of a
+    core. Runs that begin as for users have theirs."""
+    from ray._private.parameter import RayParams
+
+    made = RayParams.__init__
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @functools.wraps(made)
+    def without(self, *args, **options):
+        made(self, *args, **{**options, "no_monitor": True})
+
+    RayParams.__init__ = without
+
+
 @contextlib.contextmanager
 def of_ray():
     """(a folder, a runtime_env for workers) of a cluster that this process begins, and that ends with the block."""
@@ -102,6 +119,7 @@ def of_ray():
 
     from .environment import environment
 
+    without_autoscaler()
     before, python = dict(os.environ), sys.executable
     folder = tempfile.mkdtemp(prefix="vx-", dir="/tmp")  # short: Ray's sockets are in it
     os.environ.update(environment())
