@@ -78,7 +78,7 @@ KINDS = (
 OWN = "# of a test: it may be a fork\n"
 STARTING = KINDS[0], KINDS[2], KINDS[3], OWN  # those that may start others themselves
 NAME = "vexact-forks"  # of what forks for such a one, among its children
-COMMAND = "-m", "vexact_engine.cli"  # `python -m` of it is the last kind; torchrun has its lines unbuffered
+COMMAND = "-m", "vexact_engine.cli"  # `python -m` of it is the last kind
 IMPORTED = (
     "vexact_engine.parallel.process",
     "vexact_engine.parallel.stage",
@@ -97,11 +97,6 @@ IMPORTED = (
 )
 # Variables that are read late, if at all: those that differ otherwise make a process begin as for users.
 LATE = {
-    *("RANK", "GROUP_RANK", "LOCAL_RANK", "ROLE_RANK", "ROLE_NAME"),  # torchrun's
-    *("WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_ERROR_FILE"),
-    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
-    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
     "GLOO_SOCKET_IFNAME",
     "NCCL_MAX_P2P_NCHANNELS",
     "PYTEST_CURRENT_TEST",
@@ -179,8 +174,6 @@ class Server:
         descriptors   its numbers there, and what they are here
         directory     "": this process's
         """
-        if (*command[1:4],) == ("-u", *COMMAND):
-            command = [command[0], *command[2:]]
         if (*command[1:3],) == COMMAND:
             command = [command[0], "-c", KINDS[-1], *command[3:]]
         kind = self.kind(command, env)

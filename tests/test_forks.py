@@ -79,16 +79,6 @@ def test_a_test_s_own_program_is_a_fork_from_the_first_on(monkeypatch, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.process
-def test_what_torchrun_starts_is_a_fork(monkeypatch, tmp_path):
-    """With lines unbuffered, which a fork's are not."""
-    monkeypatch.setattr(forks.Forked.server, "begun", tmp_path)
-    forks.Forked.server.is_first(forks.KINDS[-1])
-    env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
-    found = forks.Forked.server.fork([sys.executable, "-u", *forks.COMMAND, "--help"], env, {1: 2, 2: 2}, True)
-    assert found and os.waitstatus_to_exitcode(os.waitpid(found, 0)[1]) == 0
-
-
 ENDS = {
     "its end": "",
     "a code": "sys.exit(3)",

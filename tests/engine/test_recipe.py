@@ -34,6 +34,7 @@ from vexact_engine.recipes.launch import ProcessDied, launch
 from vexact_engine.recipes.options import Options
 from vexact_engine.recipes.trainer import Trainer, cut, policy_loss
 
+ROOT = Path(__file__).parents[2]
 SMALL = {"device": "cpu", "prompts": 2, "samples": 4, "steps": 2, "max_new_tokens": 6, "max_prompt_tokens": 20}
 SMALL |= {"learning_rate": 1e-2, "micro_batch": 3, "check_every": 1, "check_share": 1.0}
 
@@ -334,19 +335,11 @@ def test_two_ranks_have_the_same_bytes_too(models):
     assert alone["grad_norm"] == pytest.approx(both["grad_norm"], rel=0.05)  # sums in another order
 
 
-TORCHRUN = f"""{forks.OWN}import subprocess
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-subprocess_handler.Popen = subprocess.Popen  # what it starts may be forks too
-run.main()
-"""
-
-
 def test_under_torchrun(models, tmp_path):
-    command = [sys.executable, "-c", TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "vexact_engine.cli"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "vexact_engine.cli"]
     done = subprocess.run(
-        [*command, *argv(models("Qwen3"), "--json", "-")], env=env, capture_output=True, text=True, timeout=900
+        [*command, *argv(models("Qwen3"), "--json", "-")], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
