@@ -117,3 +117,21 @@ def test_a_recipe_without_a_name_says_which_there_are():
     done = subprocess.run(["bash", FOLDER / "run.sh"], capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("usage: run.sh RECIPE") and all(recipe in done.stderr for recipe in RECIPES)
+
+
+@pytest.mark.parametrize(
+    "how,device,eager,said",
+    [
+        ("storages: torch_memory_saver is not installed", "cuda", False, True),
+        ("storages: it is for GPUs", "cpu", False, False),
+        ("storages", "cuda", False, False),  # asked for
+        ("storages: torch_memory_saver is not installed", "cuda", True, False),
+        ("memory_saver: torch_memory_saver 0.0.10", "cuda", False, False),
+    ],
+)
+def test_what_a_wake_up_costs_is_said_where_it_is_seconds(how, device, eager, said, caplog):
+    from vexact_engine.verl.server import say_what_a_wake_up_costs
+
+    say_what_a_wake_up_costs(how, device, eager)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * said
+    assert not said or "(torch_memory_saver is not installed). Run: pip install" in caplog.text

@@ -23,6 +23,7 @@ from verl.utils.profiler.profile import build_rollout_dist_profiler
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
+from .. import extras
 from ..config import EngineConfig, SamplingParams
 from ..core import garbage
 from ..engine import Engine
@@ -126,6 +127,14 @@ def _take_processors(engine: Engine, given: HFModelConfig) -> None:
         engine.image_processor, engine.video_processor = load_processors(Path(given.local_path), given.local_path)
 
 
+def say_what_a_wake_up_costs(sleep_backend: str, device: str, eager: bool) -> None:
+    """Of a rollout that sleeps in every step, where that takes seconds of it: a warning."""
+    how, _, why = sleep_backend.partition(": ")
+    if device == "cuda" and how == "storages" and why and not eager:  # without a reason it was asked for
+        said = "vexact: every step records its CUDA graphs anew, some seconds: it sleeps by storages (%s). Run: %s"
+        log.warning(said, why, extras.pip_line("sleep"))
+
+
 class Server:
     """One engine. verl's signatures; all calls share one event loop. On a replica of several nodes it is on the first
     of them.
@@ -194,6 +203,8 @@ class Server:
                 engine.close()
                 where = f"{given.local_path}/config.json has {got!r}, which the engine reads: write it there"
                 raise ValueError(f"vexact: model.override_config.{name}: got {wanted!r}, but {where}")
+        if self.rollout_mode == RolloutMode.HYBRID and self.config.free_cache_engine:
+            say_what_a_wake_up_costs(engine.sleep_backend, device, self.options.enforce_eager)
         return engine
 
     def get_server_address(self) -> str:
