@@ -17,7 +17,8 @@ ONE_NODE = {
     "llama": 2, "qwen2": 2, "qwen3": 2, "mistral": 2, "cwm": 2, "ernie4_5": 2, "gemma": 2, "helium": 2, "seed_oss": 2,
     "smollm3": 1, "vaultgemma": 2,
 }  # fmt: skip
-BY_MODULES = "gemma2", "exaone4", "granite", "phi3", "qwen3_moe", "qwen3_5_text", "deepseek_v3"
+BEFORE_ANOTHER = {"qwen3_moe": 2, "mixtral": 2}  # whose node ends before a mixture
+BY_MODULES = "gemma2", "exaone4", "granite", "phi3", "qwen3_5_text", "deepseek_v3"
 LENGTHS = 7, 1, 11
 
 
@@ -64,16 +65,27 @@ def assert_same(got: dict, expected: dict) -> None:
 
 
 @DEVICES
-@pytest.mark.parametrize("family", [*ONE_NODE, *BY_MODULES])
+@pytest.mark.parametrize("family", [*ONE_NODE, *BEFORE_ANOTHER, *BY_MODULES])
 def test_outputs_and_gradients_are_those_of_the_modules(family, device, dtype, nodes, monkeypatch):
     model = tiny(family, dtype, device=device).train()
     vx.patch.hf(model)
     for arguments in (packed(device), {"input_ids": torch.stack(sequences((9, 9), 5)).to(device), "use_cache": False}):
         nodes.clear()
         got = step(model, **arguments)
-        assert len(nodes) == ONE_NODE.get(family, 0)
+        assert len(nodes) == {**ONE_NODE, **BEFORE_ANOTHER}.get(family, 0)
         assert_same(got, by_modules(model, monkeypatch, **arguments))
-        assert len(nodes) == ONE_NODE.get(family, 0)
+    halves = [each.__dict__["forward"].vexact_fused.rest is not None for each in model._vexact.fused]
+    assert sum(halves) == BEFORE_ANOTHER.get(family, 0)
+
+
+def test_a_hook_in_a_mixture_is_called_once(nodes, monkeypatch):
+    model = tiny("qwen3_moe", torch.bfloat16).train()
+    vx.patch.hf(model)
+    expected, seen = by_modules(model, monkeypatch, **packed("cpu")), []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    model.model.layers[1].mlp.gate.register_full_backward_hook(lambda *_: seen.append(2))
+    assert_same(step(model, **packed("cpu")), expected)
+    assert not nodes and sorted(seen) == [1, 2]
 
 
 def test_other_bits_of_a_node_are_noticed_at_once(nodes, monkeypatch):
@@ -87,8 +99,9 @@ def test_other_bits_of_a_node_are_noticed_at_once(nodes, monkeypatch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_under_checkpointing(reentrant, nodes, monkeypatch):
-    model = tiny("qwen3", torch.bfloat16).train()
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_under_checkpointing(family, reentrant, nodes, monkeypatch):
+    model = tiny(family, torch.bfloat16).train()
     vx.patch.hf(model)
     expected = by_modules(model, monkeypatch, **packed("cpu"))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

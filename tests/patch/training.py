@@ -35,7 +35,7 @@ class Case:
 CASES = {
     "qwen3": Case(),
     "tied": Case(tied=True, own_units=False),
-    "qwen3_moe": Case("qwen3_moe"),
+    "qwen3_moe": Case("qwen3_moe", fused=True),
     "deepseek_v3": Case("deepseek_v3", rows="positions"),
     "gemma2": Case("gemma2", own_units=False),
     "root": Case(own_units=False, rows="positions", fused=True),

@@ -3,8 +3,9 @@
 Of a small model's training step a GPU waits for Python most of the time: fourteen modules a layer, an op each with its
 checks and its node. Where a description says that a layer is attention and a gated feed-forward block between norms and
 residual sums, and nothing else is to run in it, its ops' kernels are called here one after the other, with the tensors
-and in the order of the modules: outputs and gradients have the bits that those give. What stands in the way (hooks,
-adapters, a cache, a padded batch, torch.compile, a profiler, another forward of a module) sends a call to the modules.
+and in the order of the modules: outputs and gradients have the bits that those give. Where what follows attention is
+another block (a mixture), the node ends before it, and its module is called. What stands in the way (hooks, adapters, a
+cache, a padded batch, torch.compile, a profiler, another forward of a module) sends a call to the modules.
 
 A layer's first call computes both ways and compares the bytes (contract: verify, then trust).
 """
@@ -60,12 +61,22 @@ LINEARS = "q", "k", "v", "o", "gate", "up", "down"
 
 
 class Fused:
-    """What one layer's forward is replaced by."""
+    """What one layer's forward is replaced by.
 
-    def __init__(self, layer: nn.Module, shape: Shape, places: list[tuple[dict, str] | None], attention: nn.Module):
-        self.layer, self.shape, self.attention = layer, shape, attention
-        self._places = places  # of each weight: the parameters of its module, and its name among them
-        self.stock = _stock(layer)
+    places   of each weight: the parameters of its module, and its name among them
+    rest     the module of the block behind attention, where the node ends before it
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        shape: Shape,
+        places: list[tuple[dict, str] | None],
+        attention: nn.Module,
+        rest: nn.Module | None,
+    ):
+        self.layer, self.shape, self.attention, self.rest = layer, shape, attention, rest
+        self._places, self.stock = places, _stock(layer)
         self._inside = [(module, _forward_of(module)) for module in layer.modules() if module is not layer]
         self.verified: bool | None = None
 
@@ -120,12 +131,20 @@ class Fused:
         layout = options["vexact_layout"]
         if self.verified is None and not self._verify(x, cos, sin, layout, weights, options):
             return None
-        return _Node.apply(x, cos, sin, layout, self.shape, *weights)
+        return self._whole(_Node.apply(x, cos, sin, layout, self.shape, *weights))
+
+    def _whole(self, out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """The layer's output, of the node's."""
+        if self.rest is None:
+            return out
+        normed, residual = out
+        y = self.rest(normed)
+        return residual + (y[0] if isinstance(y, tuple) else y)  # some have what their router said beside it
 
     def _verify(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, weights: list, options: dict) -> bool:
         with torch.no_grad():
             expected = self.stock(self.layer, x, **options)
-            got = _Pass(x, cos, sin, layout, self.shape, weights).out
+            got = self._whole(_Pass(x, cos, sin, layout, self.shape, weights).out)
         self.verified = isinstance(expected, Tensor) and _same(expected, got)
         if not self.verified:
             _LOG.info("patch.hf: %s: computed by its modules, whose output has other bits", type(self.layer).__name__)
@@ -227,28 +246,51 @@ def _fused(described: Decoder, layer: Layer, modules: list[nn.Module], by_name: 
     shape = _shape(described, layer)
     if shape is None:
         return None
-    attention, mlp = (block.part for block in layer.blocks)
-    parts: list = [getattr(attention, name) for name in LINEARS[:4]] + [getattr(mlp, name) for name in LINEARS[4:]]
+    (attention, other), whole = (block.part for block in layer.blocks), _gated(layer.blocks[1].part)
+    parts: list = [getattr(attention, name) for name in LINEARS[:4]]
+    parts += [getattr(other, name) if whole else None for name in LINEARS[4:]]
     norms: list[Norm | None] = [layer.blocks[0].before, attention.q_norm, attention.k_norm, layer.blocks[1].before]
-    names = [name for part in parts for name in (part.weight, part.bias)] + [n and n.weight for n in norms]
+    names = [name for part in parts for name in ((part.weight, part.bias) if part else (None, None))]
+    names += [norm and norm.weight for norm in norms]
     if any(name is not None and name not in by_name for name in names):
         return None
     places = [None if name is None else by_name[name] for name in names]
     owned = {id(module._parameters[leaf]) for module, leaf in filter(None, places)}
-    module = next((m for m in modules if {id(p) for p in m.parameters()} == owned), None)
-    if module is None or "forward" in module.__dict__ or not _own(module) or any(True for _ in module.buffers()):
+    module, rest = _module_of(owned, modules, whole)
+    if module is None or "forward" in module.__dict__ or not _own(module):
         return None
-    if any(isinstance(m, nn.Dropout) or m._parameters.keys() - _leaves(m, places) for m in module.modules()):
+    inside = list(_own_modules(module, rest))
+    if any(isinstance(m, nn.Dropout) or m._parameters.keys() - _leaves(m, places) for m in inside):
+        return None
+    if any(buffer is not None for m in inside for buffer in m._buffers.values()):
         return None
     takes = inspect.signature(_stock(module)).parameters
     if list(takes)[1:2] != ["hidden_states"] or "position_embeddings" not in takes:
         return None
     projections = [by_name[part.weight][0] for part in parts[:4]]
-    around = [m for m in module.modules() if all(p in list(m.children()) for p in projections)]
+    around = [m for m in inside if all(p in list(m.children()) for p in projections)]
     if len(around) != 1:
         return None
     pairs = [None if place is None else (place[0]._parameters, place[1]) for place in places]
-    return Fused(module, shape, pairs, around[0])
+    return Fused(module, shape, pairs, around[0], rest)
+
+
+def _module_of(owned: set[int], modules: list[nn.Module], whole: bool) -> tuple[nn.Module | None, nn.Module | None]:
+    """The layer that has these parameters; and, where they are not the whole of it, its child that has all others."""
+    for module in modules:
+        found = {id(p) for p in module.parameters()}
+        if whole and found == owned:
+            return module, None
+        if not whole and found > owned:
+            rest = [child for child in module.children() if {id(p) for p in child.parameters()} == found - owned]
+            return (module, rest[0]) if len(rest) == 1 else (None, None)
+    return None, None
+
+
+def _own_modules(layer: nn.Module, rest: nn.Module | None) -> Iterator[nn.Module]:
+    """It, and those in it that are not the rest's."""
+    beside = set() if rest is None else set(rest.modules())
+    return (module for module in layer.modules() if module not in beside)
 
 
 def _leaves(module: nn.Module, places: list) -> set[str]:
@@ -262,8 +304,8 @@ def _shape(described: Decoder, layer: Layer) -> Shape | None:
         return None
     if not all(_plain_block(block) for block in layer.blocks):
         return None
-    attention, mlp = (block.part for block in layer.blocks)
-    if not isinstance(attention, Attention) or not isinstance(mlp, Mlp):
+    attention, other = (block.part for block in layer.blocks)
+    if not isinstance(attention, Attention):
         return None
     rope, norms = attention.rope, (attention.q_norm, attention.k_norm)
     if rope is None or rope.apart or attention.sinks or attention.v_factor or attention.out_norm or attention.gated:
@@ -272,9 +314,7 @@ def _shape(described: Decoder, layer: Layer) -> Shape | None:
         return None
     if any(norm is not None and (not _rms(norm) or norm.size != attention.dim) for norm in norms):
         return None
-    if mlp.gate is None or mlp.norm is not None or mlp.activation not in ACTIVATIONS:
-        return None
-    if any(part.rows is not None for part in _linears(attention, mlp)):
+    if any(part.rows is not None for part in _linears(attention)):
         return None
     each = [layer.blocks[0].before, *norms, layer.blocks[1].before]
     return Shape(
@@ -282,8 +322,15 @@ def _shape(described: Decoder, layer: Layer) -> Shape | None:
         (attention.scale, True, attention.window, attention.softcap), described.kv_segment, rope.interleaved,
         tuple(0.0 if norm is None else norm.eps for norm in each),
         tuple(norm is not None and norm.style == "gemma" for norm in each),
-        mlp.activation == "gelu_tanh",
+        _gated(other) and other.activation == "gelu_tanh",
     )  # fmt: skip
+
+
+def _gated(part) -> bool:
+    """Whether it is a feed-forward block that a node computes."""
+    if not isinstance(part, Mlp) or part.gate is None or part.norm is not None or part.activation not in ACTIVATIONS:
+        return False
+    return all(linear.rows is None for linear in _linears(part))
 
 
 def _plain_block(block: Block) -> bool:
@@ -294,11 +341,10 @@ def _rms(norm: Norm) -> bool:
     return norm.style in ("llama", "gemma") and norm.weight is not None and norm.bias is None
 
 
-def _linears(attention: Attention, mlp: Mlp) -> Iterator[Linear]:
-    for part in (attention, mlp):
-        for name in LINEARS:
-            if isinstance(one := getattr(part, name, None), Linear):
-                yield one
+def _linears(part) -> Iterator[Linear]:
+    for name in LINEARS:
+        if isinstance(one := getattr(part, name, None), Linear):
+            yield one
 
 
 _FORWARDS = {name: OPERATORS[name].impl for name in ("linear", "rmsnorm", "rope", "attention_varlen", "silu_mul")}
@@ -311,7 +357,10 @@ _dx, _dweight, _dbias, _norm_bwd, _attention_bwd, _silu_mul_bwd = _BACKWARDS.val
 
 
 class _Pass:
-    """A forward, and what its backward needs."""
+    """A forward, and what its backward needs.
+
+    out   the layer's; without weights of a feed-forward block what that is called with, and what is added to its output
+    """
 
     def __init__(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: Layout, shape: Shape, weights: list):
         wq, bq, wk, bk, wv, bv, wo, bo, wg, bg, wu, bu, wd, bd, norm, q_norm, k_norm, mlp_norm = weights
@@ -337,9 +386,13 @@ class _Pass:
         a, lse = _attention(q, k, v, cu, None, layout.max_q, None, *shape.options, shape.kv_segment, attention)
         o = _linear(a.flatten(1), wo, bo, dtype, linear)
         m, h, m_rstd = _rmsnorm(o, mlp_norm, x, shape.eps[3], shape.gemma[3], norms)  # of x + o, rounded, which is h
-        gate, up = _linear(m, wg, bg, dtype, linear), _linear(m, wu, bu, dtype, linear)
-        s = _silu_mul(gate, up, shape.gelu, silu)
-        self.out = (h + _linear(s, wd, bd, dtype, linear)).view(hidden.shape)
+        gate = up = s = None
+        if wg is None:
+            self.out: Tensor | tuple[Tensor, Tensor] = (m.view(hidden.shape), h.view(hidden.shape))
+        else:
+            gate, up = _linear(m, wg, bg, dtype, linear), _linear(m, wu, bu, dtype, linear)
+            s = _silu_mul(gate, up, shape.gelu, silu)
+            self.out = (h + _linear(s, wd, bd, dtype, linear)).view(hidden.shape)
         self.saved = x, n, rstd, q_raw, k_raw, q_rstd, k_rstd, q, k, v, a, lse, cu, h, m, m_rstd, gate, up, s, cos, sin
 
 
@@ -353,7 +406,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx, *given):
         saved = ctx.saved_tensors  # once: under activation checkpointing they cannot be had twice
         x, n, rstd, q_raw, k_raw, q_rstd, k_rstd, q, k, v, a, lse, cu, h, m, m_rstd, gate, up, s, cos, sin = saved[:21]
         weights = saved[21:]
@@ -376,11 +429,13 @@ class _Node(torch.autograd.Function):
                 found[at] = dweight
             return dx
 
-        dout = dout.reshape(x.shape)
-        dout = dout if dout.is_contiguous() else dout.contiguous()
-        dgate, dup = _silu_mul_bwd(of_linear(12, dout, s, wd), gate, up, shape.gelu, silu)
-        dm = of_linear(10, dup, m, wu)
-        dm = dm + of_linear(8, dgate, m, wg)
+        *before, dout = (one.reshape(x.shape).contiguous() for one in given)
+        if before:
+            (dm,) = before
+        else:
+            dgate, dup = _silu_mul_bwd(of_linear(12, dout, s, wd), gate, up, shape.gelu, silu)
+            dm = of_linear(10, dup, m, wu)
+            dm = dm + of_linear(8, dgate, m, wg)
         dh = dout + of_norm(17, dm, h, mlp_norm, m_rstd, shape.gemma[3])
         da = of_linear(6, dh, a.flatten(1), wo).view(a.shape)
         scale, causal, window, softcap = shape.options
