@@ -9,8 +9,8 @@
 // slot on each rank, says so there, waits for theirs, and puts them in place. Few bytes go as lines: whoever sees the
 // round in one has its bytes, so that they take one way and not two. Round n + 2 may overwrite what round n left:
 // whoever has sent anything of n + 1 had read it, for lines are of one round a launch.
+#include "common/chain.cuh"
 #include "common/cuda.h"
-#include "common/sm90.cuh"
 #include "common/values.h"
 
 namespace vx {
@@ -67,8 +67,8 @@ __device__ void give_up(int rank, int* missing) {
 // while it waits for other ranks the product after it asks for its weights. Before this returns it reads nothing.
 __device__ __forceinline__ void join_chain() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  sm90::let_kernel_after_start();
+  sm90::wait_for_kernel_before();
 #endif
 }
 

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "common/chain.cuh"
+
 namespace vx::sm90 {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -79,13 +81,6 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Programmatic dependent launch. A kernel launched by launch_chained may start while the one before it in the stream still
-// runs: before this returns it must neither read what that one writes nor write anything. Every block has to call it, or
-// the kernel could end, and release the one after it, before the one before it has.
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Once all blocks have said so or ended, a chained kernel after this one may start (and wait for this one's end).
-__device__ __forceinline__ void let_kernel_after_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // A wgmma operand in shared memory, 128-byte swizzle, its k contiguous: groups of eight rows 1,024 bytes apart.
 __device__ __forceinline__ uint64_t operand(uint32_t address) {
   return uint64_t((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
@@ -107,19 +102,6 @@ __device__ __forceinline__ void narrow(__nv_bfloat16& to, float v) { to = __floa
 __device__ __forceinline__ void narrow(__half& to, float v) { to = __float2half_rn(v); }
 
 #endif
-
-// Launches a kernel that calls wait_for_kernel_before, so that its start overlaps the end of the kernel before it.
-template <class... Parameters, class... Arguments>
-cudaError_t launch_chained(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
-                           const Arguments&... arguments) {
-  cudaLaunchAttribute chained;
-  chained.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  chained.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes, config.stream = stream;
-  config.attrs = &chained, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-}
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 

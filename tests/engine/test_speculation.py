@@ -5,6 +5,7 @@ import functools
 import itertools
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -265,7 +266,13 @@ def test_new_weights_between_steps(keep):
     def ask(speculation, at):
         with Engine.from_pretrained(build("Llama"), config=replace(ROOMY, speculation=speculation)) as engine:
             answer = engine.generate([prompt], params)[0].token_ids
-            got = []
+            got, commit = [], engine._scheduler.commit
+
+            def slowed(*args):
+                time.sleep(0.05)  # whoever reads the stream keeps up with the engine
+                return commit(*args)
+
+            engine._scheduler.commit = slowed
 
             async def stream():
                 async for news in engine.stream(prompt, replace(params, draft=answer)):
