@@ -353,6 +353,8 @@ def test_a_head_of_its_own_is_not_tied(tmp_path):
         (lambda p: edit(p, num_hidden_layers=10**6), r"config.json: num_hidden_layers: got 1000000, but the"),
         (lambda p: edit(p, num_hidden_layers=10**18), r"config.json: num_hidden_layers: got 10{18}"),
         (lambda p: edit(p, num_hidden_layers="many"), r": "),
+        (lambda p: edit(p, hidden_act="foo"), r"config.json: hidden_act: got 'foo', which transformers does not know"),
+        (lambda p: edit(p, rope_parameters={"type": "su"}), r"json: rope_parameters: (rope_)?type: got 'su', which tr"),
         (lambda p: edit(p, num_hidden_layers=3), r"missing keys: model.layers.2"),
         (lambda p: rewrite(p, lambda s: {k: v for k, v in s.items() if "layers.1" not in k}), r"missing keys"),
         (lambda p: rewrite(p, lambda s: compiled(s, 0)), r"names with '_orig_mod.' of torch.compile: strip that"),

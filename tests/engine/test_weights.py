@@ -195,6 +195,75 @@ def test_gguf_of_numbers_that_change_nothing(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
 
 
+def write_gguf_of(path, arch, model, numbers):
+    """A model of another family, without a vocabulary."""
+    gguf = pytest.importorskip("gguf")
+    writer, config = gguf.GGUFWriter(str(path), arch), model.config
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    sizes = {"context_length": config.max_position_embeddings, "embedding_length": config.hidden_size}
+    sizes |= {"block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size}
+    sizes |= {"attention.head_count": config.num_attention_heads, "vocab_size": config.vocab_size}
+    for key, value in {**sizes, "attention.head_count_kv": config.num_key_value_heads, **numbers}.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{key}", value)
+    for name, weight in model.state_dict().items():
+        stem, _, suffix = name.rpartition(".")
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            writer.add_tensor(f"{names.get_name(stem)}.{suffix}", weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+GEMMA = {"attention.key_length": 8, "attention.sliding_window": 64, "attention.layer_norm_rms_epsilon": 1e-6}
+LAYER_NORMS = {"rope.dimension_count": 2, "attention.layer_norm_epsilon": 1e-5}
+FAMILIES_OF_GGUF = {  # of numbers that its table of metadata lacks transformers has defaults alone
+    "base": ("stablelm", "StableLm", {**LAYER_NORMS, "rope.freq_base": 1e6}, r"stablelm\.rope\.freq_base 1000000\.0"),
+    "epsilon": (
+        *("nemotron", "Nemotron", {**LAYER_NORMS, "rope.dimension_count": 4, "attention.layer_norm_epsilon": 0.125}),
+        r"nemotron\.attention\.layer_norm_epsilon 0\.125",
+    ),
+    "gemma2": ("gemma2", "Gemma2", GEMMA, r"the scale of attention, 1/sqrt\(8\) of a gemma2 of 2 layers"),
+    "gemma3": ("gemma3", "Gemma3", GEMMA, r"the scale of attention, 1/sqrt\(8\) of a gemma3 of 2 layers"),
+    "gemma3 27B": (  # eight wide heads are what others of its family have
+        *("gemma3", "Gemma3", {**GEMMA, "block_count": 62, "attention.key_length": 256}),
+        r"the scale of attention, 1/sqrt\(16\) of a gemma3 of 62 layers",
+    ),
+}
+
+
+def small(family, **sizes):
+    import transformers
+
+    sizes = {**dict(vocab_size=24, hidden_size=32, intermediate_size=24, num_hidden_layers=2), **sizes}
+    config = getattr(transformers, f"{family}{'TextConfig' if family == 'Gemma3' else 'Config'}")(**sizes)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize("what", FAMILIES_OF_GGUF)
+def test_gguf_of_numbers_that_transformers_has_defaults_for(what, tmp_path):
+    arch, family, numbers, message = FAMILIES_OF_GGUF[what]
+    sizes = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
+    if arch.startswith("gemma"):
+        sizes = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=numbers["attention.key_length"])
+    model = small(family, **sizes, num_hidden_layers=numbers.get("block_count", 2))
+    write_gguf_of(tmp_path / "m.gguf", arch, model, numbers)
+    with pytest.raises(ValueError, match=rf"m.gguf: transformers.* passes over {message}: the"):
+        load(tmp_path, tokenizer=False)
+
+
+@pytest.mark.parametrize("arch, family", [("stablelm", "StableLm"), ("gemma2", "Gemma2"), ("gemma3", "Gemma3")])
+def test_gguf_of_the_numbers_that_are_the_defaults(arch, family, tmp_path):
+    sizes, numbers = dict(num_attention_heads=4, num_key_value_heads=4), {**LAYER_NORMS, "rope.freq_base": 1e4}
+    if arch != "stablelm":
+        sizes, numbers = {**sizes, "head_dim": 256}, {**GEMMA, "attention.key_length": 256, "rope.freq_base": 1e6}
+    model = small(family, **sizes)
+    write_gguf_of(tmp_path / "m.gguf", arch, model, numbers)
+    found = load(tmp_path, dtype="float32", tokenizer=False).model.state_dict()
+    assert all(torch.equal(found[n], w) for n, w in model.state_dict().items() if "norm" not in n)
+
+
 def test_gguf_cut_short(tmp_path):
     write_gguf(tmp_path / "m.gguf", build("Llama", torch.float32, vocab_size=261, head_dim=12))
     whole = (tmp_path / "m.gguf").read_bytes()

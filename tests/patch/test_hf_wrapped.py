@@ -344,6 +344,29 @@ def test_torch_compile_has_the_same_bits(device, dtype, backend, name):
         torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("where", ["", "model", "model.layers.1", "model.layers.1.self_attn"])
+def test_what_a_module_s_compile_leaves_out_is_refused(where):
+    """Before anything is compiled: so it takes no C++ compiler."""
+    model, (seq,) = tiny("llama", torch.bfloat16), sequences((5,))
+    try:
+        with vx.patch.hf(model) as handle, torch.no_grad():
+            expected = handle.logprobs(seq)
+            module = model.get_submodule(where)
+            module.compile(backend="aot_eager")
+            assert_bitwise(handle.logprobs(seq), expected)
+            module.compile()
+            for call in (lambda: handle.logprobs(seq), lambda: model(seq[None], use_cache=False)):
+                with pytest.raises(RuntimeError, match=rf"patch.hf: {where or 'the model'}: got compile.*emulate_prec"):
+                    call()
+            module.compile(backend="eager")
+            assert_bitwise(handle.logprobs(seq), expected)
+            assert not handle._patch.unrounded()
+            module.compile(options={"emulate_precision_casts": True})
+            assert not handle._patch.unrounded()
+    finally:
+        torch._dynamo.reset()
+
+
 @BF16
 def test_compiled_positions_are_right_where_offsets_are_a_view(device, dtype):
     backend = "inductor" if device == "cuda" else "aot_eager"

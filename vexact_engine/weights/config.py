@@ -65,13 +65,27 @@ def plain(config):
     return config
 
 
-def explain(name: str, error: Exception) -> Exception:
-    """The loader's error, in one line that begins with whose it is."""
+def explain(name: str, error: Exception, config=None) -> Exception:
+    """The loader's error, in one line that begins with whose it is; where transformers has looked up a word of the
+    config and has nothing by that name, with the word's place."""
     kind = FileNotFoundError if isinstance(error, OSError) else ValueError
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if config is not None and isinstance(error, KeyError) and len(error.args) == 1:
+        places = list(_places(config.to_dict(), error.args[0]))
+        if places:
+            what = f"config.json: {places[0]}: got {error.args[0]!r}, which transformers does not know"
     if name.endswith(".gguf"):
         what = f"truncated or damaged, or no GGUF that transformers reads: {what}"
     return kind(f"weights: {name}: {what}")
+
+
+def _places(values: dict, word: object) -> Iterator[str]:
+    """Where a config has this text."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from (f"{key}: {place}" for place in _places(value, word))
+        elif isinstance(value, str) and value == word:
+            yield str(key)
 
 
 @contextlib.contextmanager

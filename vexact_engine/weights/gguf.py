@@ -27,6 +27,9 @@ _NUMBERS: dict[str, tuple[str | None, float]] = {
     "residual_scale": ("residual_multiplier", 1),
     "rope.scale_linear": (None, 1),
 }
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")  # one of these it has
+# Gemma's 27B, by its number of layers: llama.cpp takes the scale of its attention from another size than others'.
+_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 
 def check_gguf(path: Path, model: torch.nn.Module) -> None:
@@ -157,6 +160,30 @@ def _numbers(header: _Header, model: torch.nn.Module) -> list[str]:
             left["rope.dimension_count"] = rotated
     for key, (name, neutral) in _NUMBERS.items():
         value, has = header.get(key), None if name is None else getattr(config, name, None)
-        if value is not None and value != neutral and (has is None or abs(has - value) > 1e-6 * abs(value)):
+        if value is not None and value != neutral and not _near(value, has):
             left[key] = value
-    return [f"{header.arch}.{key} {value!r}" for key, value in left.items()]
+    base, rotations = header.get("rope.freq_base"), getattr(config, "rope_parameters", None) or {}
+    bases = [r.get("rope_theta") for r in (rotations, *rotations.values()) if isinstance(r, dict)]
+    if base is not None and not any(_near(base, has) for has in bases):
+        left["rope.freq_base"] = base
+    for key in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"):
+        value = header.get(key)
+        if value is not None and not any(_near(value, getattr(config, name, None)) for name in _EPSILONS):
+            left[key] = value
+    return [f"{header.arch}.{key} {value!r}" for key, value in left.items()] + _scale(header, config)
+
+
+def _scale(header: _Header, config) -> list[str]:
+    """Gemma's scale of attention is in no file: it follows from sizes, and transformers has one default for all."""
+    if header.arch not in _BY_WIDTH:
+        return []
+    wide = config.num_hidden_layers == _BY_WIDTH[header.arch]
+    size = config.hidden_size // config.num_attention_heads if wide else config.head_dim
+    if _near(size, config.query_pre_attn_scalar):
+        return []
+    return [f"the scale of attention, 1/sqrt({size}) of a {header.arch} of {config.num_hidden_layers} layers"]
+
+
+def _near(value, has) -> bool:
+    """The file's number, in fp32, is the model's."""
+    return has is not None and abs(has - value) <= 1e-6 * abs(value)

@@ -54,7 +54,7 @@ def empty_model(directory: Directory, dtype: torch.dtype, images: bool = True) -
         try:
             model = auto_class(config, images).from_config(config, dtype=dtype, trust_remote_code=False)
         except Exception as error:  # of numbers that are none, negative or too large, whatever says so
-            raise explain(str(directory.path), error) from error
+            raise explain(str(directory.path), error, config) from error
     wide = kept_in_fp32(model, dtype)  # what from_pretrained keeps wider than the rest
     for name, tensor in _tensors(model).items():
         if name in wide:

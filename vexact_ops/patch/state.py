@@ -101,6 +101,7 @@ class Patch:
         self.trains, self.whole_gradients = trains, whole_gradients
         self.ulysses: Ulysses | None = None
         self.builds = 0
+        self.compiled: dict[Callable, bool] = {}  # what modules' compile() has made: whether it rounds as they do
         self.holders: set[int] = set()  # how many held a parameter when no DistributedDataParallel was among them
         self.clear()
 
@@ -213,8 +214,29 @@ class Patch:
 
     changed._dynamo_marked_constant = True  # a new trace looks at the modules of now (as _core/backend.py's _reason)
 
+    def unrounded(self) -> str:
+        """Which module, by its compile(), is Inductor's without the roundings between kernels that it joins; or ""."""
+        for module in (self.model, self.base, *self.around):
+            compiled = module.__dict__.get("_compiled_call_impl")
+            if compiled is None:
+                continue
+            if compiled not in self.compiled:
+                config = getattr(compiled, "get_compiler_config", dict)() or {}
+                self.compiled[compiled] = config.get("emulate_precision_casts", True)
+            narrow = self.sharded() or any(p.dtype != torch.float32 for p in module.parameters())  # what is rounded
+            if narrow and not self.compiled[compiled]:
+                return next(path for path, m in self.model.named_modules() if m is module) or "the model"
+        return ""
+
+    unrounded._dynamo_marked_constant = True
+
     def check(self) -> None:
         """Before a forward: cover what has been put in or set since, or refuse it."""
+        if where := self.unrounded():
+            raise RuntimeError(
+                f"patch.hf: {where}: got compile() by Inductor, which leaves out roundings between kernels that it "
+                'joins: compile it with options={"emulate_precision_casts": True}, or by another backend'
+            )
         if not self.changed():
             return
         if torch.compiler.is_compiling():
