@@ -102,6 +102,9 @@ def test_as_an_entry_point(tmp_path):
         assert done.stdout.split("\n")[-2] == "True vexact_engine.verl.adapter.ServerAdapter", done.stderr
 
 
+MTP = "model.mtp.enable_rollout: got True, expected False"
+
+
 @pytest.mark.parametrize(
     "override, said",
     [
@@ -119,6 +122,14 @@ def test_as_an_entry_point(tmp_path):
         ("+rollout.engine_kwargs.vexact.seeds=epoch", "seeds: got 'epoch', expected step or prompt"),
         ("+rollout.engine_kwargs.vexact.seeds=prompt", "seeds: got 'prompt' without rollout.full_determinism"),
         ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
+        ("++rollout.do_sample=false", "do_sample: got False, expected True: rollout.temperature=0"),
+        ("++rollout.logprobs_mode=raw_logprobs", "logprobs_mode: got 'raw_logprobs', expected 'processed_logprobs'"),
+        ("++rollout.over_sample_rate=0.1", "over_sample_rate: got 0.1, expected 0"),
+        ("++rollout.scheduling_policy=priority", "scheduling_policy: got 'priority', expected 'fcfs'"),
+        ("++rollout.quantization_config_file=x.json", "quantization_config_file: got 'x.json', expected None"),
+        ("++rollout.mtp={_target_: verl.workers.config.MtpConfig, enable: true, enable_rollout: true}", MTP),
+        ("++rollout.top_p=0", "vexact: rollout: SamplingParams: top_p is 0"),
+        ("++rollout.val_kwargs.temperature=-1", "vexact: rollout.val_kwargs: SamplingParams: temperature is -1"),
     ],
 )
 def test_options_that_are_refused(path, override, said):
@@ -424,6 +435,9 @@ def test_a_config_that_the_engine_would_not_see(path):
         pass
     with Running(path, other, load_format="dummy") as running:
         assert running.server.engine.model.config.num_hidden_layers == 1
+    nested = other.replace("override_config.", "override_config.model_config.")  # verl reads both places
+    with pytest.raises(ValueError, match=r"num_hidden_layers: got 1, but .*config\.json has 2"), Running(path, nested):
+        pass
 
 
 @pytest.mark.parametrize("mode", ["HYBRID", "COLOCATED", "STANDALONE"])
