@@ -62,8 +62,9 @@ def test_buffers_that_a_trainer_has_changed_reach_the_engine(models):
         assert biases and all(torch.equal(other.get_buffer(name), value) for name, value in biases.items())
 
 
-def train(model, folder, trainer=Watched, **changes):
-    made = trainer(model=model, reward_funcs=evens, args=config(folder, **changes), train_dataset=data())
+def train(model, folder, trainer=Watched, engine=None, **changes):
+    given = {"train_dataset": data(), "engine_config": engine}
+    made = trainer(model=model, reward_funcs=evens, args=config(folder, **changes), **given)
     made.train()
     return made
 
@@ -97,6 +98,14 @@ def test_a_loaded_model_and_answers_without_a_correction(models, tmp_path):
     differ, count = trainer.differ()
     assert (differ, trainer.engine.dtype) == (0, torch.float32) and count > 60 and trainer.engine.asleep
     assert not any("sampling/importance_sampling_ratio/min" in log for log in trainer.state.log_history)
+
+
+def test_the_trainer_has_the_numerics_of_the_engines_config(models, tmp_path):
+    options = EngineConfig(num_pages=64, kv_segment=64, show_progress=False)
+    trainer = train(str(models("qwen3")), tmp_path, engine=options, beta=0.1, max_steps=2)
+    differ, count = trainer.differ()
+    assert differ == 0 and count > 40 and trainer.state.log_history[0]["kl"] == 0
+    trainer.close()
 
 
 def test_an_engine_with_other_weights_differs(models, tmp_path, monkeypatch):

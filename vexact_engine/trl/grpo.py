@@ -38,7 +38,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                    dtype; or a loaded causal language model, patched here. Each process has an engine with a copy of it
     args           a GRPOConfig. `use_vllm` stays False; what it says of memory and length holds for this engine:
                    `vllm_gpu_memory_utilization`, `vllm_max_model_length`, `vllm_enable_sleep_mode`
-    engine_config  None: made of those
+    engine_config  None: made of those. What of it is part of the numerics (kv_segment, latent_attention, longrope) the
+                   trainer's model and its reference have too
     raises         ValueError names what would have other bits, or what the engine does not do: PEFT, Liger, an fp32
                    head, repetition penalties, noise in embeddings, load balancing losses, DeepSpeed, another generator,
                    quantised weights, fp16 by autocast, an evaluation in another dtype, images; or a name in
@@ -70,17 +71,17 @@ class GRPOTrainer(trl.GRPOTrainer):
                 sides = {"truncation_side": "left", "padding_side": "left"}
                 kwargs["processing_class"] = AutoProcessor.from_pretrained(model, **options, **sides)
             model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": torch.bfloat16, **given})
-        whole = copy.deepcopy(model).requires_grad_(False).eval()  # the engine's; a patched model has no copies
-        self._handle = vx.patch.hf(model)
-        super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
-        if self.aux_loss_enabled:
-            raise ValueError("vexact_engine.trl: router_aux_loss_coef: expected 0.0: aligned routers have no such loss")
-        self._patch_reference()
         config = engine_config or EngineConfig(
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             max_model_len=args.vllm_max_model_length,
             show_progress=False,
         )
+        whole = copy.deepcopy(model).requires_grad_(False).eval()  # the engine's; a patched model has no copies
+        self._handle = vx.patch.hf(model, **config.patch_options)
+        super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
+        if self.aux_loss_enabled:
+            raise ValueError("vexact_engine.trl: router_aux_loss_coef: expected 0.0: aligned routers have no such loss")
+        self._patch_reference(config)
         fields = self._sampling(args)
         device, tokenizer = self.accelerator.device, self._tokenizer if fields.get("stop") else False
         self.engine = Engine.from_pretrained(whole, device=device, config=config, tokenizer=tokenizer)
@@ -97,14 +98,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         fields["stop_token_ids"] = ids if fields.get("ignore_eos") else (*self.eos_token_ids, *ids)
         return fields
 
-    def _patch_reference(self) -> None:
+    def _patch_reference(self, config: EngineConfig) -> None:
         """The reference's log-probabilities are of the same ops: their difference from an equal policy's is 0."""
         if self.ref_model is None:
             return
         reference = self.accelerator.unwrap_model(self.ref_model, keep_fp32_wrapper=False)
         reference.__dict__.pop("forward", None)  # TRL's head over it
         reference.to(self._handle.model.dtype)
-        self._reference, self.ref_model = vx.patch.hf(reference), reference
+        self._reference, self.ref_model = vx.patch.hf(reference, **config.patch_options), reference
 
     def close(self) -> None:
         """Ends the engine; the trainer generates no more. Again does nothing."""
