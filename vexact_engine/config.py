@@ -186,6 +186,8 @@ class EngineConfig:
         if self.reserve is not None:
             _set_real(self, "reserve", lambda share: 0 <= share <= 1, "a number from 0 to 1, or None")
         _check_bool(self, "enable_prefix_cache")
+        if self.num_snapshots and not self.enable_prefix_cache:
+            raise _value_error(self, "num_snapshots", "None or 0 without enable_prefix_cache, which keeps them")
         _check_bool(self, "latent_attention")
         if self.longrope not in (None, "short", "long"):
             raise _value_error(self, "longrope", "None, short or long")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import devices
-from engine_models import bits, check_idle
+from engine_models import bits, build, check_idle
 from handovers import receiving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -170,6 +170,13 @@ def test_no_snapshots_no_reuse():
         for _ in range(2):
             engine.generate(PROMPTS[1:2], PARAMS[1:2])
         assert engine.stats.prefix_tokens == 0
+
+
+def test_snapshots_of_what_has_none_are_refused():
+    with pytest.raises(ValueError, match="num_snapshots: got 3, expected None: no layer of the model has a state"):
+        Engine.from_pretrained(build("Llama"), device="cpu", config=EngineConfig(num_pages=8, num_snapshots=3))
+    with pytest.raises(ValueError, match="EngineConfig: num_snapshots is 3, expected None or 0 without enable_prefix"):
+        EngineConfig(num_snapshots=3, enable_prefix_cache=False)
 
 
 @given(st.integers(1, 24), st.sampled_from([16, 64]), st.integers(1, 4000), st.lists(st.integers(1, 700), min_size=1))

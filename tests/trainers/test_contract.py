@@ -152,6 +152,13 @@ FIELDS = {
         "engine_kwargs",
         "full_determinism",
         "seed",
+        "do_sample",
+        "val_kwargs",
+        "logprobs_mode",
+        "over_sample_rate",
+        "scheduling_policy",
+        "quantization_config_file",
+        "mtp",
     ),
     "veomni.arguments:OpsImplementationConfig": (
         "attn_implementation",

@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer with rollouts of this engine: the bytes of its loss, and what is refused by name."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,9 @@ def test_buffers_that_a_trainer_has_changed_reach_the_engine(models):
         assert biases and all(torch.equal(other.get_buffer(name), value) for name, value in biases.items())
 
 
-def train(model, folder, trainer=Watched, **changes):
-    made = trainer(model=model, reward_funcs=evens, args=config(folder, **changes), train_dataset=data())
+def train(model, folder, trainer=Watched, engine=None, **changes):
+    given = {"train_dataset": data(), "engine_config": engine}
+    made = trainer(model=model, reward_funcs=evens, args=config(folder, **changes), **given)
     made.train()
     return made
 
@@ -96,6 +98,14 @@ def test_a_loaded_model_and_answers_without_a_correction(models, tmp_path):
     differ, count = trainer.differ()
     assert (differ, trainer.engine.dtype) == (0, torch.float32) and count > 60 and trainer.engine.asleep
     assert not any("sampling/importance_sampling_ratio/min" in log for log in trainer.state.log_history)
+
+
+def test_the_trainer_has_the_numerics_of_the_engines_config(models, tmp_path):
+    options = EngineConfig(num_pages=64, kv_segment=64, show_progress=False)
+    trainer = train(str(models("qwen3")), tmp_path, engine=options, beta=0.1, max_steps=2)
+    differ, count = trainer.differ()
+    assert differ == 0 and count > 40 and trainer.state.log_history[0]["kl"] == 0
+    trainer.close()
 
 
 def test_an_engine_with_other_weights_differs(models, tmp_path, monkeypatch):
@@ -132,11 +142,70 @@ def test_readmes_lines(models, tmp_path, monkeypatch):
         ),
         ({"generation_kwargs": {"seed": 5}}, "generation_kwargs: got .*, and all else where GRPOConfig has it"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: got True, expected False"),
+        ({"cache_implementation": "quantized"}, "cache_implementation: got 'quantized', expected None"),
+        ({"fp16": True, "bf16": False}, "fp16: got True, expected False"),
+        ({"bf16_full_eval": True}, "bf16_full_eval: got True, expected False"),
+        ({"fp16_full_eval": True}, "fp16_full_eval: got True, expected False"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size: got 2, expected 1"),
     ],
 )
 def test_what_would_have_other_bits_is_refused_before_anything_is_loaded(changes, said, tmp_path):
     with pytest.raises(ValueError, match=rf"vexact_engine\.trl: {said}"):
         GRPOTrainer("/nowhere", evens, config(tmp_path, **changes), train_dataset=data())
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    given = {"train_dataset": data(), "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    with pytest.raises(ValueError, match=r"(?s)vexact_engine\.trl: quantization_config: got .*, expected None"):
+        GRPOTrainer("/nowhere", evens, config(tmp_path), **given)
+
+
+@pytest.mark.parametrize(
+    "changes,kind,said",
+    [
+        ({"generation_kwargs": {"stop_token_ids": 5}}, TypeError, "stop_token_ids is 5"),
+        ({"generation_kwargs": {"min_tokens": 7}}, ValueError, "min_new_tokens is 7, expected at most"),
+        ({"top_p": 2.0}, ValueError, "top_p is 2.0"),
+        ({"max_completion_length": None}, TypeError, "max_new_tokens is None"),
+    ],
+)
+def test_a_wrong_value_of_sampling_is_refused_when_the_trainer_is_made(changes, kind, said, models, tmp_path):
+    with pytest.raises(kind, match=f"SamplingParams: {said}"):
+        GRPOTrainer(str(models("qwen3")), evens, config(tmp_path, **changes), train_dataset=data())
+
+
+def test_an_answer_goes_on_behind_the_end_of_sequence_where_that_is_asked_for(models, tmp_path):
+    """Every token is an end-of-sequence id: stock ones end at the first, and with ignore_eos none does."""
+    for ignored, length in (False, 1), (True, 6):
+        model = AutoModelForCausalLM.from_pretrained(models("qwen3"), dtype=torch.bfloat16)
+        model.generation_config.eos_token_id = list(range(model.config.vocab_size))
+        given = {"generation_kwargs": {"ignore_eos": ignored}}
+        trainer = GRPOTrainer(model, evens, config(tmp_path, **given), train_dataset=data())
+        trainer.vllm_generation.sync_weights()
+        _, ids, _, _ = trainer.vllm_generation.generate([[1, 2, 3]] * 4, None, 4)
+        assert [len(each) for each in ids] == [length] * 4
+        trainer.close()
+
+
+def test_the_reference_and_the_tokenizer_are_of_what_model_init_kwargs_name(models, tmp_path, monkeypatch):
+    """A directory that has another model in a subfolder: the policy is of that one, and so is its reference."""
+    from transformers import AutoProcessor
+
+    root, asked = tmp_path / "root", []
+    shutil.copytree(models("qwen3"), root)
+    model = AutoModelForCausalLM.from_pretrained(root)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    model.save_pretrained(root / "other")
+    made = AutoProcessor.from_pretrained
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *a, **b: asked.append(b) or made(*a, **b))
+    given = {"model_init_kwargs": {"subfolder": "other", "revision": "v2"}, "trust_remote_code": True}
+    trainer = train(str(root), tmp_path / "out", beta=0.1, max_steps=1, **given)
+    assert trainer.state.log_history[0]["kl"] == 0
+    assert [(each["revision"], each["trust_remote_code"]) for each in asked] == [("v2", True)]
+    trainer.close()
 
 
 def test_adapters_and_load_balancing_losses_are_refused(models, tmp_path):

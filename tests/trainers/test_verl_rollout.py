@@ -119,6 +119,14 @@ def test_as_an_entry_point(tmp_path):
         ("+rollout.engine_kwargs.vexact.seeds=epoch", "seeds: got 'epoch', expected step or prompt"),
         ("+rollout.engine_kwargs.vexact.seeds=prompt", "seeds: got 'prompt' without rollout.full_determinism"),
         ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
+        ("++rollout.do_sample=false", "do_sample: got False, expected True: rollout.temperature=0"),
+        ("++rollout.logprobs_mode=raw_logprobs", "logprobs_mode: got 'raw_logprobs', expected 'processed_logprobs'"),
+        ("++rollout.over_sample_rate=0.1", "over_sample_rate: got 0.1, expected 0"),
+        ("++rollout.scheduling_policy=priority", "scheduling_policy: got 'priority', expected 'fcfs'"),
+        ("++rollout.quantization_config_file=x.json", "quantization_config_file: got 'x.json', expected None"),
+        ("++rollout.mtp={_target_:verl.workers.config.MtpConfig,enable:true,enable_rollout:true}", "enable_rollout"),
+        ("++rollout.top_p=0", "vexact: rollout: SamplingParams: top_p is 0"),
+        ("++rollout.val_kwargs.temperature=-1", "vexact: rollout.val_kwargs: SamplingParams: temperature is -1"),
     ],
 )
 def test_options_that_are_refused(path, override, said):
@@ -420,8 +428,10 @@ def test_a_model_with_buffers_is_read_whatever_the_format(models):
 
 def test_a_config_that_the_engine_would_not_see(path):
     other = "+actor_rollout_ref.model.override_config.num_hidden_layers=1"
-    with pytest.raises(ValueError, match=r"num_hidden_layers: got 1, but .*config\.json has 2"), Running(path, other):
-        pass
+    said = r"num_hidden_layers: got 1, but .*config\.json has 2"
+    for given in other, other.replace("_config.", "_config.model_config."):  # verl reads either
+        with pytest.raises(ValueError, match=said), Running(path, given):
+            pass
     with Running(path, other, load_format="dummy") as running:
         assert running.server.engine.model.config.num_hidden_layers == 1
 

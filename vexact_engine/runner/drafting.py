@@ -30,7 +30,8 @@ class DraftRunner(Runner):
 
     def __init__(self, model: torch.nn.Module, handle, config: EngineConfig, device: torch.device):
         self._forgets = config
-        alone = {"speculation": None, "enable_prefix_cache": False, "num_window_pages": None}
+        alone = {"speculation": None, "enable_prefix_cache": False}
+        alone |= {"num_window_pages": None, "num_snapshots": None}
         super().__init__(model, handle, replace(config, **alone), device)
 
     def _images(self) -> None:

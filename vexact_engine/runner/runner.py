@@ -220,6 +220,11 @@ class Runner:
         if memory.chunk_of(handle.memories()) is not None:
             kept = -(-config.max_num_seqs // 4) if config.num_snapshots is None else config.num_snapshots
             config = replace(config, num_snapshots=kept if config.enable_prefix_cache else 0)
+        elif config.num_snapshots is not None:
+            got = config.num_snapshots
+            raise ValueError(
+                f"EngineConfig: num_snapshots: got {got}, expected None: no layer of the model has a state"
+            )
         self.config = config
         self.tokens = config.max_num_batched_tokens
         self.slots = min(config.max_num_seqs, self.tokens)  # no more run at once

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 
 import vexact_ops as vx
 
-from ..config import EngineConfig
+from ..config import EngineConfig, SamplingParams
 from ..engine import Engine
 from ..extras import pip_line
 from ..request import derive_seed
@@ -38,11 +38,13 @@ class GRPOTrainer(trl.GRPOTrainer):
                    dtype; or a loaded causal language model, patched here. Each process has an engine with a copy of it
     args           a GRPOConfig. `use_vllm` stays False; what it says of memory and length holds for this engine:
                    `vllm_gpu_memory_utilization`, `vllm_max_model_length`, `vllm_enable_sleep_mode`
-    engine_config  None: made of those
+    engine_config  None: made of those. What of it is part of the numerics (kv_segment, latent_attention, longrope) the
+                   trainer's model and its reference have too
     raises         ValueError names what would have other bits, or what the engine does not do: PEFT, Liger, an fp32
                    head, repetition penalties, noise in embeddings, load balancing losses, DeepSpeed, another generator,
-                   images; or a name in `args.generation_kwargs` that is none of GENERATION. TypeError for another
-                   model, an adapted one among them. UnsupportedModule, see vexact_ops.patch.hf
+                   quantised weights, fp16 by autocast, an evaluation in another dtype, images; or a name in
+                   `args.generation_kwargs` that is none of GENERATION. TypeError for another model, an adapted one
+                   among them. UnsupportedModule, see vexact_ops.patch.hf
 
     All else is TRL's, and its own arguments go on to it. Seeds of draws are functions of `args.seed`.
     """
@@ -62,21 +64,24 @@ class GRPOTrainer(trl.GRPOTrainer):
             if not isinstance(model, str | os.PathLike):
                 expected = "a name, a directory or a PreTrainedModel (adapters are computed unmerged here alone)"
                 raise TypeError(f"vexact_engine.trl: model: got {type(model).__name__}, expected {expected}")
-            model = AutoModelForCausalLM.from_pretrained(
-                model, **{"dtype": torch.bfloat16, **(args.model_init_kwargs or {})}
-            )
-            args.model_init_kwargs = None
-        whole = copy.deepcopy(model).requires_grad_(False).eval()  # the engine's; a patched model has no copies
-        self._handle = vx.patch.hf(model)
-        super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
-        if self.aux_loss_enabled:
-            raise ValueError("vexact_engine.trl: router_aux_loss_coef: expected 0.0: aligned routers have no such loss")
-        self._patch_reference()
+            # TRL makes the reference and reward models of the same, from args
+            given = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+            if kwargs.get("processing_class") is None:
+                options = {name: given[name] for name in ("revision", "trust_remote_code") if name in given}
+                sides = {"truncation_side": "left", "padding_side": "left"}
+                kwargs["processing_class"] = AutoProcessor.from_pretrained(model, **options, **sides)
+            model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": torch.bfloat16, **given})
         config = engine_config or EngineConfig(
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             max_model_len=args.vllm_max_model_length,
             show_progress=False,
         )
+        whole = copy.deepcopy(model).requires_grad_(False).eval()  # the engine's; a patched model has no copies
+        self._handle = vx.patch.hf(model, **config.patch_options)
+        super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
+        if self.aux_loss_enabled:
+            raise ValueError("vexact_engine.trl: router_aux_loss_coef: expected 0.0: aligned routers have no such loss")
+        self._patch_reference(config)
         fields = self._sampling(args)
         device, tokenizer = self.accelerator.device, self._tokenizer if fields.get("stop") else False
         self.engine = Engine.from_pretrained(whole, device=device, config=config, tokenizer=tokenizer)
@@ -88,18 +93,19 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _sampling(self, args: "trl.GRPOConfig") -> dict[str, Any]:
         fields = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
         fields |= {"min_p": self.min_p or 0.0, "max_new_tokens": self.max_completion_length}
-        given = dict(args.generation_kwargs or {})
-        fields["stop_token_ids"] = (*self.eos_token_ids, *given.pop("stop_token_ids", ()))
-        return fields | given
+        fields |= args.generation_kwargs or {}
+        ids = SamplingParams(**fields).stop_token_ids  # raises here, before anything is computed
+        fields["stop_token_ids"] = ids if fields.get("ignore_eos") else (*self.eos_token_ids, *ids)
+        return fields
 
-    def _patch_reference(self) -> None:
+    def _patch_reference(self, config: EngineConfig) -> None:
         """The reference's log-probabilities are of the same ops: their difference from an equal policy's is 0."""
         if self.ref_model is None:
             return
         reference = self.accelerator.unwrap_model(self.ref_model, keep_fp32_wrapper=False)
         reference.__dict__.pop("forward", None)  # TRL's head over it
         reference.to(self._handle.model.dtype)
-        self._reference, self.ref_model = vx.patch.hf(reference), reference
+        self._reference, self.ref_model = vx.patch.hf(reference, **config.patch_options), reference
 
     def close(self) -> None:
         """Ends the engine; the trainer generates no more. Again does nothing."""
@@ -144,14 +150,22 @@ def _refuse(args: "trl.GRPOConfig", kwargs: dict[str, Any]) -> None:
         "use_kernels": getattr(args, "use_kernels", False) and "False: aligned ops take their place",
         "cast_lm_head_to_fp32": args.cast_lm_head_to_fp32 and "False: aligned logits are fp32 sums as they are",
         "temperature": args.temperature <= 0 and "a number above 0: the loss is of the distribution that is drawn from",
+        "quantization_config": kwargs.get("quantization_config") is not None
+        and "None: weights are computed with as they are",
+        "fp16": args.fp16 and "False: the dtype of the weights is computed in, which model_init_kwargs may name",
         "neftune_noise_alpha": args.neftune_noise_alpha is not None and "None: no rollout has such noise",
         "generation_kwargs": not GENERATION.issuperset(args.generation_kwargs or ())
         and f"some of {', '.join(sorted(GENERATION))}, and all else where GRPOConfig has it",
+        "cache_implementation": args.cache_implementation is not None and "None: the engine has a cache of its own",
         "repetition_penalty": args.repetition_penalty != 1.0 and "1.0: the trainer's distribution has none",
         "deepspeed": args.deepspeed is not None and "None: FSDP2 shards here",
         "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex is not None
         and "None: draws are of the whole vocabulary",
+        "vllm_tensor_parallel_size": args.vllm_tensor_parallel_size != 1
+        and "1: each process has an engine, on its own device",
     }
+    for name in ("fp16_full_eval", "bf16_full_eval"):  # the model is cast, and stays so
+        wrong[name] = getattr(args, name) and "False: evaluation is in the dtype that is trained in"
     for name, expected in wrong.items():
         if expected:
             got = kwargs.get(name, getattr(args, name, None))

@@ -45,8 +45,13 @@ _UNLIMITED = {"max_requests": 1 << 20, "request_timeout": _DAY}  # verl sends al
 LARGEST_BUCKET = 512 << 20  # bytes; two of them are under way, and larger ones are no faster
 _ONLY = {  # verl's names of what this rollout has one value of, and why
     "data_parallel_size": (1, "verl makes a replica of each GPU, or of each tensor x pipeline_model_parallel_size"),
+    "do_sample": (True, "rollout.temperature=0 takes the likeliest tokens"),
     "repetition_penalty": (1.0, "log-probabilities are the model's own"),
+    "logprobs_mode": ("processed_logprobs", "they are those of rollout.temperature, as the trainer's are"),
+    "over_sample_rate": (0, "every sample is answered in full"),
+    "scheduling_policy": ("fcfs", "calls are let in as they come"),
     "quantization": (None, "weights are the trainer's, bit for bit"),
+    "quantization_config_file": (None, "weights are the trainer's, bit for bit"),
     "enable_rollout_routing_replay": (False, "not needed: the trainer's routers choose the same experts"),
 }
 _OWN, _SEEDS = {"handover": "in_place", "timeout": 60.0, "seeds": "step"}, ("step", "prompt")
@@ -92,6 +97,14 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
     for name, (only, why) in _ONLY.items():
         if (got := getattr(config, name)) != only:
             raise ValueError(f"vexact: rollout.{name}: got {got!r}, expected {only!r}: {why}. Set it to {only}")
+    if config.mtp and config.mtp.get("enable") and config.mtp.get("enable_rollout"):
+        said = "engine_kwargs.vexact.speculation.mtp=true drafts with the checkpoint's own head"
+        raise ValueError(f"vexact: model.mtp.enable_rollout: got True, expected False: {said}")
+    for where, drawn in (("rollout", config), ("rollout.val_kwargs", config.val_kwargs)):
+        try:
+            SamplingParams(temperature=drawn.temperature, top_p=drawn.top_p, top_k=drawn.top_k)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"vexact: {where}: {error}") from None
     given = dict((config.engine_kwargs or {}).get("vexact") or {})
     handover = {name: given.pop(name, default) for name, default in _OWN.items()}
     if (seeds := handover["seeds"]) not in _SEEDS:
@@ -197,9 +210,10 @@ class Server:
         if model is not None:  # nothing is computed with what stands there
             engine.sleep(level=2, tags=["weights"])
             engine.wake_up(["weights"])
-        for name, wanted in given.override_config.items():
+        overrides = given.override_config.get("model_config", given.override_config)  # as verl reads it
+        for name, wanted in overrides.items():
             got = getattr(engine.model.config, name, None)
-            if got != wanted and name not in ("attn_implementation", "model_config"):
+            if got != wanted and name != "attn_implementation":
                 engine.close()
                 where = f"{given.local_path}/config.json has {got!r}, which the engine reads: write it there"
                 raise ValueError(f"vexact: model.override_config.{name}: got {wanted!r}, but {where}")
