@@ -6,6 +6,7 @@ import itertools
 import socket
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -222,6 +223,30 @@ def test_each_node_takes_from_its_own_sender(mode, meeting):
         assert at.engine.holds(model)
     own = [{buffers.name for buffers in out._buffers.values()} for out in at.senders]
     assert at.engine._worker.seen == own, "what each node's stages have opened is its own sender's memory"
+
+
+@MODES
+def test_a_set_that_ends_while_memory_is_offered_says_nothing_of_the_memory(mode, meeting, monkeypatch):
+    """Another node's failure comes before an offer is answered: its sender offers the same memory again."""
+    at, new, opened = meeting(mode), other(build("Qwen3")), coordinator._Set.open
+
+    def late(self, node, offer):
+        while node == 1 and self._why is None:
+            time.sleep(0.01)
+        return opened(self, node, offer)
+
+    def breaks():
+        yield from list(new.state_dict().items())[:3]
+        raise KeyError("a rank has failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(coordinator._Set, "open", late)
+        received, first, second = at.both(breaks(), new)
+        for each, kind in ((received, HandoverFailed), (first, KeyError), (second, HandoverFailed)):
+            with pytest.raises(kind, match="a rank has failed"):
+                each.result(60)
+    assert not at.senders[1]._refused
+    at.heals(new)
 
 
 @MODES

@@ -14,7 +14,7 @@ from ..errors import HandoverFailed, PeerLost, UpdateIncomplete
 from . import messages as m
 from . import protocol
 from .intake import MODES, check_mode
-from .session import Reading, difference
+from .session import Reading, SetEnded, difference
 
 log = logging.getLogger(__name__)
 
@@ -305,6 +305,8 @@ class WeightReceiver:
             try:
                 self._intake.open(message)
                 self._post(sender, m.Opened())
+            except SetEnded:  # which says nothing of the memory
+                raise
             except HandoverFailed as error:
                 self._post(sender, m.Unopened(str(error)))
         elif isinstance(message, m.Bucket):

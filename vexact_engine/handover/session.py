@@ -13,7 +13,7 @@ from torch import Tensor
 
 import vexact_ops as vx
 
-from ..errors import EngineClosed
+from ..errors import EngineClosed, HandoverFailed
 from ..weights.update import Piece, Update
 
 if TYPE_CHECKING:  # it needs msgspec
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TORN = "an update of the weights broke off in the middle: update them again"
+
+
+class SetEnded(HandoverFailed):
+    """Of a set that comes from several nodes: it is none any more, whatever was to be done for it here."""
 
 
 class UpdateLoop(Protocol):

@@ -303,10 +303,15 @@ class _Set:
             self._begun = True
             self._changed.notify_all()
 
-    def open(self, node: int, offer: dict[str, Any]) -> None:
+    def open(self, node: int, offer: dict[str, Any]) -> str | None:
+        """None, or why memory of that kind cannot be opened there: another may be offered."""
         self._check()
         worker, made = self._intake.worker, msgspec.convert(offer, Offer)
-        self._intake.loop.call(lambda: worker.open_on(node, made))
+        try:
+            self._intake.loop.call(lambda: worker.open_on(node, made))
+        except HandoverFailed as error:
+            return str(error)
+        return None
 
     def take(self, node: int, buckets: Sequence[Bucket]) -> list[BaseException | None]:
         """What all nodes have by then goes to their stages at once."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EngineClosed, PeerLost, StageDied
+from ..errors import EngineClosed, HandoverFailed, PeerLost, StageDied
 from ..handover.messages import Bucket, Offer
-from ..handover.session import Reading
+from ..handover.session import Reading, SetEnded
 from .line import Line
 
 if TYPE_CHECKING:
@@ -100,7 +100,12 @@ class Participant:
         self._ask("begin", numerics=dict(numerics), version=version)
 
     def open(self, offer: Offer) -> None:
-        self._ask("open", offer=offer)
+        try:
+            reason = self._ask("open", offer=offer)
+        except HandoverFailed as error:
+            raise SetEnded(str(error)) from error
+        if reason is not None:
+            raise HandoverFailed(reason)
 
     def take(self, bucket: Bucket) -> Reading:
         return _Taken(self._line.ask("take", bucket=bucket))
