@@ -526,6 +526,19 @@ def test_gates_stand_alone(device, backend, dtype, heads, rows, seed):
     check_rows(lambda *t: gates(*t, a_log, dt_bias, backend), *rowwise, seed=seed)
 
 
+@BACKENDS
+def test_gates_of_narrow_weights_alone_are_those_of_wide_ones(device, backend):
+    """Which a checkpoint may hold in 16 bits: they are widened, and rounded nowhere."""
+    a, b, dg, dbeta, *weights = gate_inputs(9, 5, torch.float32, device, 3)
+    narrow = [x.bfloat16().requires_grad_() for x in weights]
+    found = []
+    for own in (narrow, [x.detach().float().requires_grad_() for x in narrow]):
+        out = vx.delta_gates(a, b, *own, backend=backend)
+        slopes = torch.autograd.grad(out, own, (dg, dbeta))
+        found.append([*(x.detach() for x in out), *(x.bfloat16() for x in slopes)])
+    assert_bitwise(*found)
+
+
 @pytest.mark.parametrize("device,backend", room_backends("gated_delta", "triton"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @given(heads=st.sampled_from([1, 5, 32, 48]), rows=st.integers(1, 9), seed=st.integers(0, 2**16))

@@ -36,10 +36,12 @@ def _grid(size: int) -> tuple[int]:
 def round_into(rounded: Tensor, masters: Tensor) -> Tensor:
     """rounded (N,) 16-bit = masters (N,) fp32, to nearest even. -> () int64: how many are another number than before"""
     moved = torch.zeros((), dtype=torch.int64, device=masters.device)
-    _round_kernel[_grid(len(masters))](masters, rounded, moved, len(masters), _BLOCK, num_warps=8)
+    with torch.cuda.device_of(masters):
+        _round_kernel[_grid(len(masters))](masters, rounded, moved, len(masters), _BLOCK, num_warps=8)
     return moved
 
 
 def add_into(total: Tensor, x: Tensor) -> None:
     """total fp32 += x 16-bit, both contiguous."""
-    _add_kernel[_grid(total.numel())](total, x, total.numel(), _BLOCK, num_warps=8)
+    with torch.cuda.device_of(total):
+        _add_kernel[_grid(total.numel())](total, x, total.numel(), _BLOCK, num_warps=8)

@@ -247,20 +247,9 @@ def rmsnorm_gated_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, y: Te
     if rows:
         with on(x):
             _gated_fwd_kernel[(cdiv(rows, tile["ROWS"]),)](
-                x,
-                gate,
-                weight,
-                y,
-                rstd,
-                rows,
-                x.stride(0),
-                gate.stride(0),
-                eps,
-                HEADS=gate.shape[1] // n,
-                N=n,
-                **tile,
-                **early(x),
-            )
+                x, gate, weight, y, rstd, rows, x.stride(0), gate.stride(0), eps,
+                HEADS=gate.shape[1] // n, N=n, **tile, **early(x),
+            )  # fmt: skip
 
 
 def rmsnorm_gated_bwd(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor):
