@@ -11,12 +11,14 @@ __version__ = "0.1.0"
 _WHERE = {
     # ops
     "linear": "linear.op",
+    "linear_send": "linear.send",
     "bmm": "linear.bmm",
     "grouped_linear": "grouped_linear.op",
     "moe_route": "moe_route.op",
     "fused_moe": "fused_moe.op",
     "rmsnorm": "rmsnorm.op",
     "rmsnorm_gated": "rmsnorm.gated",
+    "rmsnorm_gather": "rmsnorm.gather",
     "layer_norm": "layer_norm.op",
     "rope": "rope.op",
     "rope_cos_sin": "rope.op",
@@ -32,6 +34,7 @@ _WHERE = {
     "linear_cross_entropy": "linear_cross_entropy.op",
     "linear_sample": "linear_sample.op",
     "linear_silu_mul": "linear_silu_mul.op",
+    "linear_silu_mul_send": "linear_silu_mul.send",
     "attention_varlen": "attention.op",
     "attention_paged": "attention.op",
     "kv_cache_store": "kv_cache.op",
@@ -51,6 +54,7 @@ _WHERE = {
     "cuda_stream": "_core.graph",
     "synchronize": "_core.graph",
     "Peers": "_core.peers",
+    "Sent": "_core.peers",
     "tune": "_core.tune",
     "recall": "_core.choices",
     "remember": "_core.choices",
@@ -117,6 +121,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.numerics import numerics as numerics
     from ._core.numerics import numerics_difference as numerics_difference
     from ._core.peers import Peers as Peers
+    from ._core.peers import Sent as Sent
     from ._core.proof.bitwise import different as different
     from ._core.proof.bitwise import same_bits as same_bits
     from ._core.tune import tune as tune
@@ -133,17 +138,20 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .layer_norm.op import layer_norm as layer_norm
     from .linear.bmm import bmm as bmm
     from .linear.op import linear as linear
+    from .linear.send import linear_send as linear_send
     from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
     from .linear_cross_entropy.op import linear_logits as linear_logits
     from .linear_cross_entropy.op import linear_logprobs as linear_logprobs
     from .linear_sample.op import linear_sample as linear_sample
     from .linear_silu_mul.op import linear_silu_mul as linear_silu_mul
+    from .linear_silu_mul.send import linear_silu_mul_send as linear_silu_mul_send
     from .log_softmax.op import log_softmax as log_softmax
     from .mean.op import mean as mean
     from .mean.op import sum as sum
     from .moe_route.op import moe_route as moe_route
     from .patch.admit import admit as admit
     from .rmsnorm.gated import rmsnorm_gated as rmsnorm_gated
+    from .rmsnorm.gather import rmsnorm_gather as rmsnorm_gather
     from .rmsnorm.op import rmsnorm as rmsnorm
     from .rope.op import rope as rope
     from .rope.op import rope_cos_sin as rope_cos_sin

@@ -19,7 +19,7 @@ from vexact_ops.patch.delta import by_head
 
 from .batch import Batch, rows_of
 from .memory import Caches
-from .ranks import Alone, Ranks, Tokens
+from .ranks import Alone, Columns, Ranks, Tokens, gathered
 
 _ALONE = Alone()
 _FEW = 16  # tokens of a sequence: with more attention waits for what was stored before it
@@ -125,21 +125,33 @@ class _Projections:
             return vx.linear(x, *self.joined)
         return torch.cat(self(x), 1)
 
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        """Of gates and ups: silu_mul of them."""
+    def gated(self, x: Tensor, activation: str, ranks: Ranks) -> Tensor:
+        """Of gates and ups: silu_mul of them, of all ranks."""
         if self.joined is not None:
-            return vx.linear_silu_mul(x, *self.joined, activation=activation)
-        return vx.silu_mul(*self(x), activation=activation)
+            return ranks.linear_silu_mul(x, *self.joined, activation)
+        return ranks.gather(vx.silu_mul(*self(x), activation=activation))
+
+
+class _RmsNorm:
+    __slots__ = ("eps", "style", "weight")
+
+    def __init__(self, weight: Tensor, eps: float, style: str):
+        self.weight, self.eps, self.style = weight, eps, style
+
+    def __call__(self, x: Tensor | Columns, residual: Tensor | None = None):
+        if isinstance(x, Columns) and residual is not None:
+            return x.normed(self.weight, self.eps, residual, self.style)
+        return vx.rmsnorm(gathered(x), self.weight, self.eps, residual, style=self.style)
 
 
 def norm_of(weights: Weights, norm: d.Norm | None) -> Callable | None:
-    """(x, residual=None) -> the norm's output; with a residual, as its op returns it."""
+    """(x, residual=None) -> the norm's output; with a residual, as its op returns it. x may be columns of ranks."""
     if norm is None:
         return None
     weight, bias, eps, style = weights.maybe(norm.weight), weights.maybe(norm.bias), norm.eps, norm.style
     if style == "layer":
-        return lambda x, residual=None: vx.layer_norm(x, weight, bias, eps, residual)
-    return lambda x, residual=None: vx.rmsnorm(x, weight, eps, residual, style=style)
+        return lambda x, residual=None: vx.layer_norm(gathered(x), weight, bias, eps, residual)
+    return _RmsNorm(weight, eps, style)
 
 
 def factor_of(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
@@ -204,7 +216,7 @@ class _Attention:
 
     def __call__(
         self, x: Tensor, step: StepParts, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | Columns:
         tokens, (q_norm, k_norm) = step.tokens, self.norms
         slots, table = step.table if self.asked["window"] is None else step.windowed
         if self.alike is not None:
@@ -240,7 +252,7 @@ class _Attention:
         out = self.ranks.gather(out.flatten(1))
         if self.out_norm is not None:
             out = self.out_norm(out)
-        return self.ranks.gather(vx.linear(out, *self.o))
+        return self.ranks.linear(out, *self.o)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.norms
@@ -284,7 +296,7 @@ class _Latent:
 
     def __call__(
         self, x: Tensor, step: StepParts, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | Columns:
         slots, table = step.table if self.asked["window"] is None else step.windowed
         tokens, heads, rank, nope, rope = step.tokens, self.heads, self.rank, self.nope, self.rope
         q, compressed = self.down(x)
@@ -308,7 +320,7 @@ class _Latent:
         out = rows_of(out, rows)
         if self.absorbed:
             out = vx.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1)
-        return self.ranks.gather(vx.linear(self.ranks.gather(out.flatten(1)), *self.o))
+        return self.ranks.linear(self.ranks.gather(out.flatten(1)), *self.o)
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -330,7 +342,7 @@ class _GatedDelta:
         keys = part.key_heads * part.k_dim
         self.widths = keys, keys, part.value_heads * part.v_dim
 
-    def __call__(self, x: Tensor, step: StepParts, *slots: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, step: StepParts, *slots: Tensor, rows: Tensor | None = None) -> Tensor | Columns:
         state, taps, *opened = slots
         parts = self.read(x) if self.sizes is None else self.read.whole(x).split_with_sizes(self.sizes, 1)
         qkv, z, b, a = by_head(*parts, *self.heads) if self.by_head else parts
@@ -346,7 +358,7 @@ class _GatedDelta:
         out, z = rows_of(out, rows), rows_of(z, rows)
         weight, eps = self.norm
         out = vx.rmsnorm_gated(out, z.unflatten(1, (-1, v_dim)), weight, eps)
-        return self.ranks.gather(vx.linear(self.ranks.gather(out.flatten(1)), *self.o))
+        return self.ranks.linear(self.ranks.gather(out.flatten(1)), *self.o)
 
 
 class _Mlp:
@@ -357,24 +369,26 @@ class _Mlp:
         self.activation, self.gated, self.norm = part.activation, gated, norm_of(weights, part.norm)
         self.down = weights.rows(part.down)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ranks.gather(self.columns(x))
+    def __call__(self, x: Tensor) -> Tensor | Columns:
+        return self.ranks.linear(self._inner(x), *self.down)
 
     def columns(self, x: Tensor) -> Tensor:
         """A rank's of the output."""
-        if self.activation == "relu2" and self.gated:
+        return vx.linear(self._inner(x), *self.down)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        if self.gated and self.activation != "relu2":
+            h = self.up.gated(x, self.activation, self.ranks)
+            return h if self.norm is None else self.norm(h)
+        if self.gated:
             gate, up = self.up(x)
             h = gate.relu().square() * up
-        elif self.gated:
-            h = self.up.gated(x, self.activation)
         elif self.activation != "relu2":
             h = vx.gelu(self.up.whole(x), approximate="tanh" if self.activation == "gelu_tanh" else "none")
         else:
             h = self.up.whole(x).relu().square()
         h = self.ranks.gather(h)
-        if self.norm is not None:
-            h = self.norm(h)
-        return vx.linear(h, *self.down)
+        return h if self.norm is None else self.norm(h)
 
 
 class _Mixture:
@@ -394,7 +408,7 @@ class _Mixture:
         self.shared = None if part.shared is None else _Mlp(weights, part.shared, ranks)
         self.shared_gate = None if part.gate is None else weights.rows(part.gate)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | Columns:
         read, weight, added = x, self.router, self.added
         if self.cast:
             read, weight, added = x.float(), weight.float(), None if added is None else added.float()
@@ -405,13 +419,13 @@ class _Mixture:
             out = self._by_expert(x, chosen, ids)
             if self.shared is None:
                 return out
-            shared = self.shared(x)
+            shared = gathered(self.shared(x))
             return out + self._gated(x, shared)
         between = None if self.ranks.size == 1 else self.ranks.gather
         out = vx.fused_moe(x, *self.experts, chosen, ids, **self.gate, between=between)
         if self.shared is not None:
             out = out + self._gated(x, self.shared.columns(x))
-        return self.ranks.gather(out)
+        return self.ranks.later(out)
 
     def _gated(self, x: Tensor, shared: Tensor) -> Tensor:
         return shared if self.shared_gate is None else vx.sigmoid_mul(shared, vx.linear(x, *self.shared_gate))
@@ -440,17 +454,18 @@ class Block:
         self.before = norm_of(weights, block.before)
         self.after, self.factor = norm_of(weights, block.after), factor_of(weights, block.factor)
 
-    def read(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def read(self, x: Tensor | Columns, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the part is given, and the sum so far."""
         if self.before is None:
+            x = gathered(x)
             residual = x if residual is None else residual + x
             return residual, residual
         return (self.before(x), x) if residual is None else self.before(x, residual)
 
-    def then(self, x: Tensor) -> Tensor:
+    def then(self, x: Tensor | Columns) -> Tensor | Columns:
         if self.after is not None:
             x = self.after(x)
-        return x if self.factor is None else x * self.factor
+        return x if self.factor is None else gathered(x) * self.factor
 
 
 def _put(images: vx.patch.Encoded, rows: Tensor, x: Tensor) -> Tensor:
@@ -528,6 +543,7 @@ class Decoder:
         caches = Caches(paged.k_caches, paged.v_caches, paged.states).layers()
         for i, (layer, kept) in enumerate(zip(self.layers, caches)):
             if seen is not None:
+                x = gathered(x)
                 seen(x if residual is None else x + residual)
             (first, *others), rows = layer, batch.rows if layer is last else None
             h, residual = first.read(x, residual)
@@ -537,10 +553,12 @@ class Decoder:
                 h, residual = block.read(x, residual)
                 x = block.then(block.part(h))
             if i < len(added):  # to other tokens -0.0, which changes none
+                x = gathered(x)
                 residual = residual + x
                 x = rows_of(_put(batch.images, added[i], x.new_full((step.tokens, x.shape[1]), -0.0)), rows)
         if seen is not None:
+            x = gathered(x)
             seen(x + residual)
         if self.norm is None:
-            return x, residual
+            return gathered(x), residual
         return self.norm(x, residual)[0]

@@ -13,6 +13,7 @@ Tiles are from 8 x 8, where a sum's own chain of additions is all that takes tim
 """
 
 import functools
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from .._core import digest, gpu, native, tune
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
+from .._core.peers import Loopback, Peers, Sent
+from .._core.proof.bitwise import same_bits
 from .._core.proof.inputs import special_rows
 from .._core.triton import copy_rows
 from . import tiles, triton
@@ -36,6 +39,7 @@ LARGEST = 8192  # larger classes verify the choice of this one
 TRITON = "triton"  # the canonical kernel
 FMA = [Fma(size, size) for size in (8, 16, 32, 64, 128)]
 RESUMED = [Resumed(group) for group in (4, 8, 16)]
+_LOG = logging.getLogger(__name__)
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
 DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
@@ -43,7 +47,7 @@ LARGE_FP32 = 1e9  # and in fp32 to try cublasLt's at all
 NEAR = 1.2  # times the best of a race: who is slower there does not win in a step
 OURS, LIBRARY = 5, 2  # rivals that are tried there, of our kernels and of a library's, which are much alike
 # what linear_matmul takes for a kernel, and what it returns
-ASK, CANONICAL, UNKNOWN, DONE, BIAS_OFF_16 = -1, 0, -1, 1, 2
+ASK, CANONICAL, UNKNOWN, DONE, BIAS_OFF_16, SENT = -1, 0, -1, 1, 2, 3
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, *, resume: bool = False) -> Tensor:
@@ -94,6 +98,60 @@ def _matmul(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, r
     if done != DONE:
         triton.matmul(a, b.t() if b_t else b, out, bias, resume=resume)
     return out
+
+
+def linear_send(x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers) -> Tensor | Sent:
+    """linear_fwd, or its columns on their way to every rank, where this product's kernel sends them."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    call = x, weight, True, bias, out, False
+    if sends(peers, out):
+        product = Product.of(*call)
+        if product not in _chosen:
+            _settle(*call)
+        kernel = _kernels.get(_chosen.get(product, TRITON))
+        if isinstance(kernel, Skinny) and _proved(product, kernel):
+            done = native.ops().linear_send(x, weight, bias, out, _number(kernel), *peers.places)
+            if done == SENT:
+                return Sent(*out.shape, out.dtype)
+    return _matmul(*call)
+
+
+def sends(peers: Peers, out: Tensor) -> bool:
+    """Whether a kernel may send such columns: 16 bits of each, in fours, of all rows of a class."""
+    rows, columns = out.shape
+    return 0 < rows <= SMALL_M and out.dtype.itemsize == 2 and peers.sends(class_of(rows), columns, out.dtype)
+
+
+_chosen: dict["Product", str] = {}  # what linear_matmul computes them by
+_sending: dict[tuple, bool] = {}
+
+
+def proved(verdicts: dict[tuple, bool], key: tuple, prove: Callable[[], bool]) -> bool:
+    """Whether a kernel sends what it would have stored. Inside a graph nothing can be verified: what was not before is
+    not trusted."""
+    if key not in verdicts:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        verdicts[key] = prove()
+        if not verdicts[key]:
+            _LOG.warning("%s: what it sends to other ranks is not what it stores: it stores", " ".join(map(str, key)))
+    return verdicts[key]
+
+
+def _proved(product: "Product", kernel: Skinny) -> bool:
+    return proved(_sending, (product, kernel), functools.partial(_sends, product, kernel))
+
+
+def _sends(product: "Product", kernel: Skinny) -> bool:
+    loop, number = Loopback(2, product.device), _number(kernel)
+    for a, b, b_t, bias, out in product.cases():
+        expected = _run(kernel, False, a, b, b_t, bias, out)
+        loop.begin()
+        done = native.ops().linear_send(a, b, bias, _copy(out), number, *loop.places)
+        found = loop.sent(*out.shape, out.dtype)
+        if done != SENT or found is None or not same_bits(found, expected):
+            return False
+    return True
 
 
 def _settle(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, resume: bool) -> bool:
@@ -153,6 +211,7 @@ def _height(name: str) -> tuple:
 
 
 def _choose(name: str, *call) -> None:
+    _chosen[Product.of(*call)] = name
     _ops()[0].linear_choose(*call, CANONICAL if name == TRITON else _number(_kernels[name]))
 
 
