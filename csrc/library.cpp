@@ -29,6 +29,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // those in use, and cublasLt's algorithms: tile, stages, cluster, swizzle and eight words of each
   m.def("linear_matmul(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor(a!) out, bool resume, int kernel) -> int");
   m.def("linear_send(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, int kernel, Tensor bases, int rank) -> int");
+  m.def("linear_received(Tensor? x, Tensor weight, Tensor? bias, Tensor(a!) out, bool send, int rows, int boxes, int ring, int ahead, int lead, int per_sm, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("linear_skinny(int rows, int tokens, int boxes, int ring, int ahead, int lead, int per_sm) -> int");
   m.def("linear_tiled(int rows, int tokens, int cluster, int ring) -> int");
   m.def("linear_fma(int rows, int columns) -> int");

@@ -83,7 +83,8 @@ def extras() -> set[str]:
 
 NOT_OPS = {"BackendUnavailable"}  # of the public names: what is no function
 PATCHES = ("hf", "aten", "veomni")
-BETWEEN_RANKS = "linear_send", "linear_silu_mul_send", "rmsnorm_gather"  # of several processes: no example shows them
+# Of several processes: no example shows them.
+BETWEEN_RANKS = "linear_send", "linear_gather_send", "linear_silu_mul_send", "rmsnorm_gather"
 OPS = [
     name
     for name, module in vx._WHERE.items()

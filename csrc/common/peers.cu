@@ -16,7 +16,7 @@
 
 #include "common/chain.cuh"
 #include "common/cuda.h"
-#include "common/sent.cuh"
+#include "common/receive.cuh"
 #include "common/values.h"
 
 namespace vx {
@@ -57,18 +57,6 @@ __device__ uint32_t heard(const uint32_t* where) {
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(round) : "l"(where) : "memory");
   return round;
 }
-__device__ int64_t now() {
-  int64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
-
-__device__ void give_up(int rank, int* missing) {
-  *missing = 1 + rank;
-  __threadfence_system();
-  __trap();
-}
-
 // From SM90 on a gather stands in a chain of launches (launch_chained): it is there when the product before it ends, and
 // while it waits for other ranks the product after it asks for its weights. Before this returns it reads nothing.
 __device__ __forceinline__ void join_chain() {
@@ -165,62 +153,13 @@ __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t 
 
 // ---- what other kernels have sent (common/sent.cuh)
 
-struct Receiving {
-  const uint4* from;  // lines of turn 0 and rank 0
-  uint32_t* numbers;  // the last round, and how many blocks of this kernel have read it
-  int rank, ranks;
-  int64_t limit;
-  int* missing;
-};
-
-// The round that is received. By all threads, once; it is over when all blocks have asked, for nobody else does before
-// this kernel has ended.
+// The round that is received, and its end. By all threads, once.
 __device__ uint32_t begin_round(uint32_t* numbers) {
   __shared__ uint32_t shared;
   if (threadIdx.x == 0) shared = round_after(numbers);
   __syncthreads();
-  const uint32_t round = shared;
-  if (threadIdx.x == 0) {
-    volatile uint32_t* const words = numbers;
-    if (gridDim.x == 1) {
-      words[0] = round;
-    } else if (atomicAdd(numbers + 1, 1u) == gridDim.x - 1) {
-      words[1] = 0;
-      words[0] = round;
-    }
-  }
-  return round;
-}
-
-// COUNT lines as soon as all that are live have come; of the others nothing is said.
-template <int COUNT>
-__device__ __forceinline__ void receive(const Receiving& r, uint32_t round, const int (&rank)[COUNT],
-                                        const int64_t (&at)[COUNT], const bool (&live)[COUNT], uint2 (&found)[COUNT]) {
-  const uint4* const turn = r.from + (round & 1 ? r.ranks * kSent : 0);
-  int64_t since = 0;
-  for (uint32_t tries = 0;; ++tries) {
-    uint4 line[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-      if (live[i])
-        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(line[i].x), "=r"(line[i].y), "=r"(line[i].z), "=r"(line[i].w)
-                     : "l"(turn + rank[i] * kSent + at[i])
-                     : "memory");
-    int absent = -1;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      if (!live[i]) continue;
-      if (line[i].y != round || line[i].w != round) absent = rank[i];
-      found[i] = make_uint2(line[i].x, line[i].z);
-    }
-    if (absent < 0) return;
-    if (tries % 64 == 0) {
-      const int64_t time = now();
-      if (!since) since = time;
-      if (time - since > r.limit) give_up(absent, r.missing);
-    }
-  }
+  if (threadIdx.x == 0) end_round(numbers, shared, gridDim.x);
+  return shared;
 }
 
 // out: `rows` of ranks * width units. x: this rank's, to be sent here; null where they were.
@@ -409,16 +348,10 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   else launch<uint8_t>(x, out, rows, bytes, places, limit, word);
 }
 
-Receiving receiving(const Sending& sending, const Tensor& bases, int64_t rank, int64_t limit_ms, const Tensor& missing) {
-  char* const base = reinterpret_cast<char*>(values<int64_t>(bases, "bases")[rank]);
-  return {reinterpret_cast<const uint4*>(base + kSentNumbers), reinterpret_cast<uint32_t*>(base), int(rank), sending.ranks,
-          limit_ms * 1000000, mutable_values<int32_t>(missing, "missing", 1)};
-}
-
 // out (T, ranks * bytes) uint8: what was sent before or, if it is given, here: this rank's x (T, bytes).
 void peers_place(std::optional<Tensor> x, Tensor out, Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
   const Sending sending = Sending::of(bases, rank);
-  const Receiving r = receiving(sending, bases, rank, limit_ms, missing);
+  const Receiving r = Receiving::of(bases, rank, limit_ms, missing);
   STD_TORCH_CHECK(out.scalar_type() == ScalarType::Byte && out.is_contiguous() && out.dim() == 2,
                   "out: expected contiguous bytes");
   const int64_t rows = out.size(0), wide = out.size(1) / kSentUnit, width = wide / sending.ranks;
@@ -452,7 +385,7 @@ void launch_norm(const Norm<T>& a, const Sending& sending, const Receiving& r, c
 void peers_norm(std::optional<Tensor> x, Tensor weight, Tensor residual, Tensor y, Tensor added, double eps, bool gemma,
                 Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
   const Sending sending = Sending::of(bases, rank);
-  const Receiving r = receiving(sending, bases, rank, limit_ms, missing);
+  const Receiving r = Receiving::of(bases, rank, limit_ms, missing);
   const ScalarType type = y.scalar_type();
   const int64_t size = type == ScalarType::Float ? 4 : 2;
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,

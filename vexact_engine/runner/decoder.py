@@ -125,11 +125,11 @@ class _Projections:
             return vx.linear(x, *self.joined)
         return torch.cat(self(x), 1)
 
-    def gated(self, x: Tensor, activation: str, ranks: Ranks) -> Tensor:
+    def gated(self, x: Tensor, activation: str, ranks: Ranks) -> Tensor | Columns:
         """Of gates and ups: silu_mul of them, of all ranks."""
         if self.joined is not None:
             return ranks.linear_silu_mul(x, *self.joined, activation)
-        return ranks.gather(vx.silu_mul(*self(x), activation=activation))
+        return ranks.later(vx.silu_mul(*self(x), activation=activation))
 
 
 class _RmsNorm:
@@ -249,7 +249,7 @@ class _Attention:
         out = rows_of(out, rows)
         if self.gated:
             out = vx.sigmoid_mul(out, rows_of(gate, rows))
-        out = self.ranks.gather(out.flatten(1))
+        out = self.ranks.later(out.flatten(1))
         if self.out_norm is not None:
             out = self.out_norm(out)
         return self.ranks.linear(out, *self.o)
@@ -320,7 +320,7 @@ class _Latent:
         out = rows_of(out, rows)
         if self.absorbed:
             out = vx.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1)
-        return self.ranks.linear(self.ranks.gather(out.flatten(1)), *self.o)
+        return self.ranks.linear(self.ranks.later(out.flatten(1)), *self.o)
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -358,7 +358,7 @@ class _GatedDelta:
         out, z = rows_of(out, rows), rows_of(z, rows)
         weight, eps = self.norm
         out = vx.rmsnorm_gated(out, z.unflatten(1, (-1, v_dim)), weight, eps)
-        return self.ranks.linear(self.ranks.gather(out.flatten(1)), *self.o)
+        return self.ranks.linear(self.ranks.later(out.flatten(1)), *self.o)
 
 
 class _Mlp:
@@ -374,9 +374,9 @@ class _Mlp:
 
     def columns(self, x: Tensor) -> Tensor:
         """A rank's of the output."""
-        return vx.linear(self._inner(x), *self.down)
+        return vx.linear(gathered(self._inner(x)), *self.down)
 
-    def _inner(self, x: Tensor) -> Tensor:
+    def _inner(self, x: Tensor) -> Tensor | Columns:
         if self.gated and self.activation != "relu2":
             h = self.up.gated(x, self.activation, self.ranks)
             return h if self.norm is None else self.norm(h)
@@ -387,7 +387,7 @@ class _Mlp:
             h = vx.gelu(self.up.whole(x), approximate="tanh" if self.activation == "gelu_tanh" else "none")
         else:
             h = self.up.whole(x).relu().square()
-        h = self.ranks.gather(h)
+        h = self.ranks.later(h)
         return h if self.norm is None else self.norm(h)
 
 

@@ -33,11 +33,11 @@ class Ranks(Protocol):
     def gather(self, x: Tensor) -> Tensor:
         """(T, C) of each rank -> (T, size * C), the columns in the order of ranks."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> "Columns | Tensor":
+    def linear(self, x: "Columns | Tensor", weight: Tensor, bias: Tensor | None) -> "Columns | Tensor":
         """vx.linear of this rank's rows of a weight: columns that all ranks are to have."""
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        """vx.linear_silu_mul of this rank's rows of a weight, gathered."""
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> "Columns | Tensor":
+        """vx.linear_silu_mul of this rank's rows of a weight, likewise."""
 
     def later(self, own: Tensor) -> "Columns | Tensor":
         """gather, once somebody needs it."""
@@ -55,17 +55,17 @@ class Columns:
     own  this rank's
     """
 
-    __slots__ = ("_own", "_peers")
+    __slots__ = ("_peers", "own")
 
     def __init__(self, own: "Tensor | vx.Sent", peers: "vx.Peers"):
-        self._own, self._peers = own, peers
+        self.own, self._peers = own, peers
 
     def gathered(self) -> Tensor:
-        return self._peers.receive(self._own)
+        return self._peers.receive(self.own)
 
     def normed(self, weight: Tensor, eps: float, residual: Tensor, style: str) -> tuple[Tensor, Tensor]:
         """vx.rmsnorm of them, with a residual."""
-        return vx.rmsnorm_gather(self._own, weight, eps, residual, self._peers, style=style)
+        return vx.rmsnorm_gather(self.own, weight, eps, residual, self._peers, style=style)
 
 
 def gathered(x: Tensor | Columns) -> Tensor:
@@ -126,15 +126,17 @@ class Group:
         _all_gather(_bytes(found), _bytes(x), group=self._group)
         return found.transpose(0, 1).reshape(rows, self.size * columns)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Columns | Tensor:
+    def linear(self, x: Columns | Tensor, weight: Tensor, bias: Tensor | None) -> Columns | Tensor:
         if self._peers is None:
             return self.gather(vx.linear(x, weight, bias))
+        if isinstance(x, Columns):
+            x = x.gathered()
         return Columns(vx.linear_send(x, weight, bias, self._peers), self._peers)
 
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Columns | Tensor:
         if self._peers is None:
             return self.gather(vx.linear_silu_mul(x, weight, bias, activation=activation))
-        return self._peers.receive(vx.linear_silu_mul_send(x, weight, bias, self._peers, activation=activation))
+        return Columns(vx.linear_silu_mul_send(x, weight, bias, self._peers, activation=activation), self._peers)
 
     def later(self, own: Tensor) -> Columns | Tensor:
         return self.gather(own) if self._peers is None else Columns(own, self._peers)

@@ -95,13 +95,18 @@ class Peers:
     def receive(self, x: Tensor | Sent) -> Tensor:
         """gather, of what may be `Sent` on any of the ranks: by lines where there is room for them. What was sent is
         received before anything else is."""
-        if not self.sends(*_kind(x)):
+        if not self.sends(*kind_of(x)):
             return self.gather(x)
-        rows, columns, dtype = _kind(x)
+        rows, columns, dtype = kind_of(x)
         out = torch.empty(rows, self.size * columns, dtype=dtype, device=self.device)
-        own = None if isinstance(x, Sent) else _on_8(x).view(torch.uint8)
-        native.ops().peers_place(own, out.view(torch.uint8), *self.places, self._limit_ms, self._missing)
+        own = None if isinstance(x, Sent) else on_8(x).view(torch.uint8)
+        native.ops().peers_place(own, out.view(torch.uint8), *self.waiting)
         return out
+
+    @property
+    def waiting(self) -> tuple[Tensor, int, int, Tensor]:
+        """places, for how many milliseconds a kernel that receives waits, and where it says for whom in vain."""
+        return *self.places, self._limit_ms, self._missing
 
     def gather(self, x: Tensor) -> Tensor:
         """(T, C) of each rank, alike in shape and dtype -> (T, size * C), the columns in the order of ranks. On the
@@ -119,10 +124,8 @@ class Peers:
     ) -> tuple[Tensor, Tensor]:
         """rmsnorm of receive(x) with a residual, and their sum, by one kernel that rmsnorm_gather verifies."""
         y, added = torch.empty_like(residual), torch.empty_like(residual)
-        own = None if isinstance(x, Sent) else _on_8(x)
-        native.ops().peers_norm(
-            own, weight, residual, y, added, eps, gemma, *self.places, self._limit_ms, self._missing
-        )
+        own = None if isinstance(x, Sent) else on_8(x)
+        native.ops().peers_norm(own, weight, residual, y, added, eps, gemma, *self.waiting)
         return y, added
 
     @property
@@ -151,30 +154,29 @@ class Loopback(Peers):
         self._bases = torch.full((size,), self._memory.data_ptr(), dtype=torch.int64)
         self._missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
-    def _lines(self, rank: int, count: int) -> Tensor:
-        """Of round 1, the first one."""
-        return self._memory[64:].view(2, self.size, _LINES, 4)[1, rank, :count]
+    def _lines(self, rank: int, count: int, turn: int) -> Tensor:
+        return self._memory[64:].view(2, self.size, _LINES, 4)[turn, rank, :count]
 
     def begin(self, others: Sequence[Tensor] = ()) -> None:
-        """Nothing was ever sent, but by `others` what these ranks send."""
+        """Nothing was ever sent, but by the last ranks `others` what the first round receives."""
         self._memory.zero_()
         for number, x in enumerate(others, self.size - len(others)):
             words = x.contiguous().view(-1).view(torch.int32).view(-1, 2)
-            lines = self._lines(number, len(words))
+            lines = self._lines(number, len(words), 1)
             lines[:, ::2], lines[:, 1::2] = words, 1
 
-    def sent(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-        """What this rank has sent; None where lines are missing."""
-        lines = self._lines(0, rows * columns * dtype.itemsize // _LINE)
-        if not (lines[:, 1::2] == 1).all():
+    def sent(self, rows: int, columns: int, dtype: torch.dtype, turn: int = 1) -> Tensor | None:
+        """What this rank has sent in the first round or, in turn 0, the second; None where lines are missing."""
+        lines = self._lines(0, rows * columns * dtype.itemsize // _LINE, turn)
+        if not (lines[:, 1::2] == (1 if turn else 2)).all():
             return None
         return lines[:, ::2].contiguous().view(-1).view(dtype).view(rows, columns)
 
 
-def _kind(x: Tensor | Sent) -> tuple[int, int, torch.dtype]:
+def kind_of(x: Tensor | Sent) -> tuple[int, int, torch.dtype]:
     return x if isinstance(x, Sent) else (*x.shape, x.dtype)
 
 
-def _on_8(x: Tensor) -> Tensor:
+def on_8(x: Tensor) -> Tensor:
     """Contiguous, from an 8-byte boundary."""
     return x.contiguous() if x.data_ptr() % _LINE == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .._core import digest, gpu, native, tune
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
-from .._core.peers import Loopback, Peers, Sent
+from .._core.peers import Loopback, Peers, Sent, kind_of, on_8
 from .._core.proof.bitwise import same_bits
 from .._core.proof.inputs import special_rows
 from .._core.triton import copy_rows
@@ -41,6 +41,7 @@ FMA = [Fma(size, size) for size in (8, 16, 32, 64, 128)]
 RESUMED = [Resumed(group) for group in (4, 8, 16)]
 _LOG = logging.getLogger(__name__)
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
+RECEIVED = 4  # rows that a product waits for itself, where ranks have sent them
 DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
 LARGE_FP32 = 1e9  # and in fp32 to try cublasLt's at all
@@ -114,6 +115,54 @@ def linear_send(x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers) ->
             if done == SENT:
                 return Sent(*out.shape, out.dtype)
     return _matmul(*call)
+
+
+def linear_received(x: Tensor | Sent, weight: Tensor, bias: Tensor | None, peers: Peers) -> Tensor | Sent | None:
+    """linear_send(peers.receive(x), ...) by one kernel, where this product's takes so few rows; else None."""
+    (rows, columns, dtype), (n, k) = kind_of(x), weight.shape
+    fits = rows <= RECEIVED and dtype.itemsize == 2 and columns * peers.size == k and weight.dtype == dtype
+    if not fits or n % 4 or not (peers.sends(rows, columns, dtype) and peers.sends(rows, n, dtype)):
+        return None
+    call = weight.new_empty(rows, k), weight, True, bias, weight.new_empty(rows, n), False
+    product = Product.of(*call)
+    if product not in _chosen:
+        _settle(*call)
+    kernel = _kernels.get(_chosen.get(product, TRITON))
+    if not isinstance(kernel, Skinny) or kernel.tokens != 8 or not gpu.aligned_rows(weight):
+        return None
+    key = product, kernel, peers.size
+    if not proved(_receiving, key, functools.partial(_receives, *key)):
+        return None
+    own = None if isinstance(x, Sent) else on_8(x)
+    _run_received(own, weight, bias, call[4], True, kernel, peers)
+    return Sent(rows, n, dtype)
+
+
+def _run_received(own, weight, bias, out, send: bool, kernel: Skinny, peers: Peers) -> None:
+    rows, _, *sizes = kernel
+    native.ops().linear_received(own, weight, bias, out, send, rows, *sizes, *peers.waiting)
+
+
+_receiving: dict[tuple, bool] = {}
+
+
+def _receives(product: "Product", kernel: Skinny, size: int) -> bool:
+    """As the first of ranks that have sent before, or not."""
+    loop = Loopback(size, product.device)
+    for a, b, _, bias, out in product.cases():
+        for rows in range(0, len(a), RECEIVED) if len(a) < RECEIVED * 3 else (0,):
+            x, y = a[rows : rows + RECEIVED], out[rows : rows + RECEIVED]
+            expected = _run(kernel, False, x, b, True, bias, y)
+            own, *others = (part.contiguous() for part in x.chunk(size, 1))
+            for first, send in ((own, False), (None, False), (own, True), (None, True)):
+                loop.begin(others if first is not None else (own, *others))
+                found = torch.zeros_like(expected)
+                _run_received(first, b, bias, found, send, kernel, loop)
+                if send:
+                    found = loop.sent(*found.shape, found.dtype, 0)
+                if found is None or not same_bits(found, expected):
+                    return False
+    return True
 
 
 def sends(peers: Peers, out: Tensor) -> bool:

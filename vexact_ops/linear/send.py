@@ -20,3 +20,20 @@ def linear_send(x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers) ->
     _check(x, weight, bias)
     bias = None if bias is None else bias.contiguous()
     return ROOM.module(backend).linear_send(_rows(x), _rows(weight), bias, peers)
+
+
+def linear_gather_send(x: Tensor | Sent, weight: Tensor, bias: Tensor | None, peers: Peers) -> Tensor | Sent:
+    """linear_send(peers.receive(x), weight, bias, peers): by one kernel where rows are few, which waits for all ranks
+    while its weight is on its way.
+
+    x                (R, K / peers.size) of each rank, alike in shape and dtype; what linear_silu_mul_send gave, too
+    weight, bias     (N, K) and (N,) as in linear
+    bits             linear's: such a kernel is verified before it is used
+    raises           as linear
+    """
+    if ROOM.resolve(weight.device, None) == "cuda" and weight.dim() == 2:
+        bias = None if bias is None else bias.contiguous()
+        found = ROOM.module("cuda").linear_received(x, _rows(weight), bias, peers)
+        if found is not None:
+            return found
+    return linear_send(peers.receive(x), weight, bias, peers)
