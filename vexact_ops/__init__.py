@@ -53,6 +53,7 @@ _WHERE = {
     "Peers": "_core.peers",
     "Sent": "_core.peers",
     "linear_send": "linear.send",
+    "linear_awaited": "linear.send",
     "linear_gather_send": "linear.send",
     "linear_silu_mul_send": "linear_silu_mul.send",
     "rmsnorm_gather": "rmsnorm.gather",
@@ -139,6 +140,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .layer_norm.op import layer_norm as layer_norm
     from .linear.bmm import bmm as bmm
     from .linear.op import linear as linear
+    from .linear.send import linear_awaited as linear_awaited
     from .linear.send import linear_gather_send as linear_gather_send
     from .linear.send import linear_send as linear_send
     from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy

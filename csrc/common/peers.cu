@@ -59,11 +59,19 @@ __device__ uint32_t heard(const uint32_t* where) {
 }
 // From SM90 on a gather stands in a chain of launches (launch_chained): it is there when the product before it ends, and
 // while it waits for other ranks the product after it asks for its weights. Before this returns it reads nothing.
-__device__ __forceinline__ void join_chain() {
+__device__ __forceinline__ void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   sm90::let_kernel_after_start();
+#endif
+}
+__device__ __forceinline__ void await_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   sm90::wait_for_kernel_before();
 #endif
+}
+__device__ __forceinline__ void join_chain() {
+  let_next_start();
+  await_before();
 }
 
 // The same as `gather`, of at most as many units as there are lines; `share` of them for a block.
@@ -153,23 +161,21 @@ __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t 
 
 // ---- what other kernels have sent (common/sent.cuh)
 
-// The round that is received, and its end. By all threads, once.
-__device__ uint32_t begin_round(uint32_t* numbers) {
-  __shared__ uint32_t shared;
-  if (threadIdx.x == 0) shared = round_after(numbers);
-  __syncthreads();
-  if (threadIdx.x == 0) end_round(numbers, shared, gridDim.x);
-  return shared;
-}
+constexpr int kEarly = 8;  // blocks, at most, that may begin to wait while others still compute: more would be in their way
+static_assert(kBlocks <= kReceivers);
 
-// out: `rows` of ranks * width units. x: this rank's, to be sent here; null where they were.
-__global__ void __launch_bounds__(kThreads) place_sent(const uint2* x, uint2* out, uint32_t rows, uint32_t width,
+// out: `rows` of ranks * width units. x: this rank's, to be sent here; null where they were. early: whether to look for
+// lines before the kernel before has ended.
+__global__ void __launch_bounds__(kThreads) place_sent(const uint2* x, uint2* out, uint32_t rows, uint32_t width, bool early,
                                                        const __grid_constant__ Sending sending, Receiving r) {
-  join_chain();
-  const uint32_t round = begin_round(r.numbers);
+  let_next_start();
+  if (!early) await_before();
+  const uint32_t round = round_of(r, blockIdx.x);
   if (x)
-    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < rows * width; i += gridDim.x * kThreads)
-      sending.send(round, i, x[i].x, x[i].y);
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < rows * width; i += gridDim.x * kThreads) {
+      const uint2 value = x[i];
+      sending.send(round, i, value.x, value.y);
+    }
   const uint32_t wide = r.ranks * width, total = rows * wide;
   for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < total; i += gridDim.x * kThreads) {
     const uint32_t row = i / wide, column = i - row * wide, rank = column / width;
@@ -178,8 +184,12 @@ __global__ void __launch_bounds__(kThreads) place_sent(const uint2* x, uint2* ou
     const bool live[1] = {true};
     uint2 found[1];
     receive(r, round, ranks, at, live, found);
+    await_before();
     out[i] = found[0];
   }
+  await_before();
+  __syncthreads();
+  count_round(r, round);
 }
 
 __device__ __forceinline__ float widened(float v) { return v; }
@@ -199,6 +209,7 @@ struct Norm {
   int rows, columns;               // of all ranks
   float eps;
   bool gemma;
+  bool early;  // look for lines, and read what else is there, before the kernel before has ended
 };
 
 // rmsnorm of what all ranks have, added to the residual, with the bits of rmsnorm/triton.py. COLUMNS of a row a thread, a
@@ -207,8 +218,9 @@ template <class T, int COLUMNS>
 __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_constant__ Sending sending, Receiving r) {
   constexpr int kEach = kSentUnit / sizeof(T), kUnits = COLUMNS / kEach;  // columns of a line; lines of a thread
   __shared__ float parts[2][32];
-  join_chain();
-  const uint32_t round = begin_round(r.numbers);
+  let_next_start();
+  if (!a.early) await_before();
+  const uint32_t round = round_of(r, blockIdx.x);
   const int width = a.columns / r.ranks, lines = width / kEach, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (a.x)
     for (int row = blockIdx.x; row < a.rows; row += gridDim.x)
@@ -251,9 +263,7 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
         x[i] = narrowed<T>(widened(x[i]) + widened(more[i]));
         h[u * kEach + i] = widened(x[i]);
       }
-      uint2 both;
-      memcpy(&both, x, kSentUnit);
-      if (live[u]) *reinterpret_cast<uint2*>(a.added + start + u * kEach) = both;
+      memcpy(&given[u], x, kSentUnit);  // their sum
     }
     // order: neighbours are added pairwise, within a thread, a warp and a block; what is not there is +0
 #pragma unroll
@@ -281,11 +291,17 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
         if (!a.gemma) normed = widened(narrowed<T>(normed));
         y[i] = narrowed<T>(normed * (a.gemma ? 1.0f + widened(w[i]) : widened(w[i])));
       }
+      if (u == 0) await_before();
+      if (!live[u]) continue;
       uint2 both;
       memcpy(&both, y, kSentUnit);
-      if (live[u]) *reinterpret_cast<uint2*>(a.y + start + u * kEach) = both;
+      *reinterpret_cast<uint2*>(a.y + start + u * kEach) = both;
+      *reinterpret_cast<uint2*>(a.added + start + u * kEach) = given[u];
     }
   }
+  await_before();
+  __syncthreads();
+  count_round(r, round);
 }
 
 template <class... Parameters, class... Arguments>
@@ -349,9 +365,10 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
 }
 
 // out (T, ranks * bytes) uint8: what was sent before or, if it is given, here: this rank's x (T, bytes).
-void peers_place(std::optional<Tensor> x, Tensor out, Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
+void peers_place(std::optional<Tensor> x, Tensor out, int64_t since, Tensor bases, int64_t rank, int64_t limit_ms,
+                 Tensor missing) {
   const Sending sending = Sending::of(bases, rank);
-  const Receiving r = Receiving::of(bases, rank, limit_ms, missing);
+  const Receiving r = Receiving::of(bases, rank, since, limit_ms, missing);
   STD_TORCH_CHECK(out.scalar_type() == ScalarType::Byte && out.is_contiguous() && out.dim() == 2,
                   "out: expected contiguous bytes");
   const int64_t rows = out.size(0), wide = out.size(1) / kSentUnit, width = wide / sending.ranks;
@@ -367,7 +384,7 @@ void peers_place(std::optional<Tensor> x, Tensor out, Tensor bases, int64_t rank
   const DeviceGuard guard = on_device_of(out);
   const int64_t blocks = (rows * wide + kThreads - 1) / kThreads;
   launch_kernel(place_sent, unsigned(blocks < kBlocks ? blocks : kBlocks), out, static_cast<const uint2*>(data(x)),
-                static_cast<uint2*>(mutable_data(out)), rows, width, sending, r);
+                static_cast<uint2*>(mutable_data(out)), rows, width, !x && blocks <= kEarly, sending, r);
 }
 
 template <class T>
@@ -382,10 +399,11 @@ void launch_norm(const Norm<T>& a, const Sending& sending, const Receiving& r, c
 }
 
 // rmsnorm of (T, N) columns of all ranks, sent before or, if they are given, here: this rank's x (T, N / ranks).
+// settled: weight and residual were there when the kernel that has sent them began.
 void peers_norm(std::optional<Tensor> x, Tensor weight, Tensor residual, Tensor y, Tensor added, double eps, bool gemma,
-                Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
+                bool settled, int64_t since, Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
   const Sending sending = Sending::of(bases, rank);
-  const Receiving r = Receiving::of(bases, rank, limit_ms, missing);
+  const Receiving r = Receiving::of(bases, rank, since, limit_ms, missing);
   const ScalarType type = y.scalar_type();
   const int64_t size = type == ScalarType::Float ? 4 : 2;
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
@@ -411,7 +429,8 @@ void peers_norm(std::optional<Tensor> x, Tensor weight, Tensor residual, Tensor 
   const auto launch = [&]<class T>(T) {
     const Norm<T> a{static_cast<const T*>(data(x)),  static_cast<const T*>(data(weight)),
                     static_cast<const T*>(data(residual)), static_cast<T*>(mutable_data(y)),
-                    static_cast<T*>(mutable_data(added)),  int(rows), int(columns), float(eps), gemma};
+                    static_cast<T*>(mutable_data(added)),  int(rows), int(columns), float(eps), gemma,
+                    settled && !x && rows <= kEarly};
     launch_norm(a, sending, r, y);
   };
   if (type == ScalarType::Float) launch(float());

@@ -1,9 +1,10 @@
 // Columns on their way to every rank, sent by the kernel that computes them: lines of 16 bytes, 8 of columns and twice the
 // round that they are of, so that whoever sees the round in one has its bytes. What common/peers.cu receives them with.
 //
-// Rounds are counted by a rank's receiving kernels. Those of one round are sent by a kernel, or by several in a row, and
-// received by the next that receives; lines lie in two places in turns. Round n + 2 may overwrite what round n left:
-// whoever sends it has received n + 1 from all ranks, and each of them had received all of n before it sent any of n + 1.
+// What is sent in a round is received by the next kernel that receives, which counts the round when it ends; one that
+// sends what it makes of them (linear/sm90_received.cuh) leaves that to the next. Lines lie in two places in turns. Round
+// n + 2 may overwrite what round n left: whoever sends it has received n + 1 from all ranks, and each of them had received
+// all of n before it sent the last of n + 1.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -15,20 +16,21 @@ namespace vx {
 
 constexpr int kRanks = 8;
 constexpr int64_t kSentUnit = 8, kSent = 1 << 17;  // bytes of columns in a line; lines of a rank in a turn
-// A rank's memory begins with two numbers, the last round and how many blocks have read it, and then the lines: of turn 0
-// those of each rank, of turn 1 likewise.
-constexpr int64_t kSentNumbers = 256;
+// A rank's memory begins with the last round that was counted, by each block of who receives, and goes on with the lines: of
+// turn 0 those of each rank, of turn 1 likewise.
+constexpr int kReceivers = 128;  // blocks, at most
+constexpr int64_t kSentNumbers = 4 * kReceivers;
 constexpr int64_t sent_bytes(int ranks) { return kSentNumbers + 2 * ranks * kSent * int64_t(sizeof(uint4)); }
 
-// Of what is sent and received now. Once the kernels before have ended.
-__device__ __forceinline__ uint32_t round_after(const uint32_t* last) {
-  const uint32_t next = __ldcg(last) + 1;
-  return next ? next : 2;  // of no line that was never written, and of the same turn
+// A round by the last one that was counted and how many have been sent since; no line that was never written is of any.
+__device__ __forceinline__ uint32_t round_after(uint32_t counted, int since) {
+  const uint32_t next = counted + 1 + since;
+  return next > counted ? next : next + 2;  // 0 is passed over, and the turns go on
 }
 
 struct Sending {
   uint4* to[kRanks];      // at each rank, this one too: this rank's lines of turn 0
-  const uint32_t* round;  // the last one
+  const uint32_t* round;  // the last one that was counted
   int ranks;              // 0: columns are stored, not sent
 
   // `bases`: where each rank's memory lies, in this process.
@@ -43,7 +45,8 @@ struct Sending {
     return s;
   }
 
-  __device__ __forceinline__ uint32_t begin() const { return round_after(round); }
+  // The round of what is sent now, where all that was sent before has been received. Once the kernels before have ended.
+  __device__ __forceinline__ uint32_t begin() const { return round_after(__ldcg(round), 0); }
   // Line `at` of this rank's: rows one after another.
   __device__ __forceinline__ void send(uint32_t now, int64_t at, uint32_t a, uint32_t b) const {
     const int64_t place = (now & 1 ? ranks * kSent : 0) + at;

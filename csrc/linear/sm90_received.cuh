@@ -1,8 +1,9 @@
 // linear for up to kReceivedRows rows on SM90 of columns that ranks have one beside the other, received as they come
 // (common/receive.cuh): sm90_skinny.cuh's product, but for where a stage's rows of x come from. Eight warps wait for lines
 // and put them where the copy engine would have; the weight's first stages are on their way meanwhile.
-// Results may be sent: they are of the next round. Whoever has sent one has received all lines of this one, for it takes
-// all of a row of x; so those who have received them all know that this round's lines are free.
+// Results may be sent: they are of the next round, and whoever receives them counts both. Whoever has sent one has received
+// all lines of this one, for it takes all of a row of x; so those who have received them all know that this round's lines
+// are free.
 #pragma once
 #include "common/receive.cuh"
 #include "linear/sm90_skinny.cuh"
@@ -21,13 +22,15 @@ struct Received {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Stages first, first + kReceiveWarps, ... of `total`: by a warp.
+// A warp's of `total` stages. There are no more warps than stages of the ring: one that is ahead by more would take a stage
+// that is not free for one that is, which a barrier's parity does not tell apart.
 template <int BOXES>
 __device__ __forceinline__ void receive_stages(const Received& x, const SkinnyArgs& a, uint32_t round, uint32_t ring,
                                                uint32_t full, uint32_t empty, int first, int total, int steps) {
   constexpr int kEach = BOXES / 2;  // lines of a row in a stage that a lane takes
   const int lane = threadIdx.x % 32, weight_bytes = a.rows * 128, stage_bytes = skinny_stage_bytes(a.rows, 8, BOXES);
-  for (int i = first; i < total; i += kReceiveWarps) {
+  const int warps = min(kReceiveWarps, a.stages);
+  for (int i = first; first < warps && i < total; i += warps) {
     const int slot = i % a.stages, step = i % steps;
     const uint32_t base = ring + slot * stage_bytes + BOXES * weight_bytes;
     bool is_free = false;
@@ -73,7 +76,7 @@ __global__ void __launch_bounds__(kReceivedThreads)
   const int weight_bytes = a.rows * 128, stage_bytes = skinny_stage_bytes(a.rows, kTokens, BOXES);
   extern __shared__ uint8_t memory[];
   __shared__ __align__(8) uint64_t barriers[2 * kSkinnyStages];
-  __shared__ uint32_t shared_round;
+  __shared__ uint32_t shared_last;  // round that was counted
   const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = shared_address(barriers), empty = full + 8 * kSkinnyStages;
   const int steps = (a.k + kBoxK * BOXES - 1) / (kBoxK * BOXES), tiles = (a.n + a.rows - 1) / a.rows;
@@ -99,13 +102,17 @@ __global__ void __launch_bounds__(kReceivedThreads)
       for (int b = 0; b < BOXES; ++b) SkinnyRows::prefetch(&weight_map, (step * BOXES + b) * kBoxK, tile * a.rows);
       if (++step == steps) step = 0, tile += gridDim.x;
     }
-    wait_for_kernel_before();
-    const int start_next = max(0, total - a.lead);
+    const bool early = !x.x;  // nobody writes weights between who sends and who receives
+    if (!early) wait_for_kernel_before();
+    const int start_next = max(max(0, total - a.lead), early ? min(total, a.stages) - 1 : 0);
     int slot = 0;
     uint32_t phase = 1;
     tile = blockIdx.x, step = 0;
     for (int i = 0; i < total; ++i) {
-      if (i == start_next) let_kernel_after_start();
+      if (i == start_next) {  // whoever comes after may take it that what this one waits for has ended
+        wait_for_kernel_before();
+        let_kernel_after_start();
+      }
       barrier_wait(empty + 8 * slot, phase);  // passes at once in the first round
       barrier_expect(full + 8 * slot, BOXES * weight_bytes);
       uint32_t to = ring + slot * stage_bytes;
@@ -119,12 +126,11 @@ __global__ void __launch_bounds__(kReceivedThreads)
   }
 
   wait_for_kernel_before();
-  if (threadIdx.x == kReceiver) shared_round = round_after(x.receiving.numbers);
+  if (threadIdx.x == kReceiver) shared_last = __ldcg(x.receiving.numbers);
   asm volatile("bar.sync 2, %0;" ::"n"(kReceivedThreads - 32) : "memory");
-  const uint32_t round = shared_round;
+  const uint32_t last = shared_last, round = round_after(last, x.receiving.since);
 
   if (threadIdx.x >= kReceiver) {
-    if (threadIdx.x == kReceiver) end_round(x.receiving.numbers, round, gridDim.x);
     const int thread = threadIdx.x - kReceiver;
     if (x.x)
       for (int i = blockIdx.x * 32 * kReceiveWarps + thread; i < a.m * x.lines; i += gridDim.x * 32 * kReceiveWarps) {
@@ -170,7 +176,7 @@ __global__ void __launch_bounds__(kReceivedThreads)
       for (int i = 0; i < kTokens / 2; ++i) asm volatile("" : "+f"(d[p][i])::"memory");
     if (threadIdx.x == 0) barrier_arrive(empty + 8 * before);
 
-    epilogue(a, d, tile, 0, round + 1 ? round + 1 : 2);
+    epilogue(a, d, tile, 0, round_after(last, x.receiving.since + 1));
   }
 #endif
 }

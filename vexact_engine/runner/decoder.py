@@ -114,16 +114,16 @@ class _Projections:
         joined = weights.together(*linears) if len(linears) > 1 else weights.rows(linears[0])
         self.joined, self.parts = joined, None if joined else [weights.rows(linear) for linear in linears]
 
-    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+    def __call__(self, x: Tensor, ranks: Ranks = _ALONE) -> Sequence[Tensor]:
         if self.joined is not None:
-            return vx.linear(x, *self.joined).split_with_sizes(self.sizes, 1)
-        return [vx.linear(x, weight, bias) for weight, bias in self.parts]
+            return ranks.project(x, *self.joined).split_with_sizes(self.sizes, 1)
+        return [ranks.project(x, weight, bias) for weight, bias in self.parts]
 
-    def whole(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor, ranks: Ranks = _ALONE) -> Tensor:
         """The columns side by side."""
         if self.joined is not None:
-            return vx.linear(x, *self.joined)
-        return torch.cat(self(x), 1)
+            return ranks.project(x, *self.joined)
+        return torch.cat(self(x, ranks), 1)
 
     def gated(self, x: Tensor, activation: str, ranks: Ranks) -> Tensor | Columns:
         """Of gates and ups: silu_mul of them, of all ranks."""
@@ -220,9 +220,9 @@ class _Attention:
         tokens, (q_norm, k_norm) = step.tokens, self.norms
         slots, table = step.table if self.asked["window"] is None else step.windowed
         if self.alike is not None:
-            q, k, v = self.qkv.whole(x).view(tokens, -1, self.dim).split_with_sizes(self.alike, 1)
+            q, k, v = self.qkv.whole(x, self.ranks).view(tokens, -1, self.dim).split_with_sizes(self.alike, 1)
         else:
-            q, k, v = self.qkv(x)
+            q, k, v = self.qkv(x, self.ranks)
             if self.gated:
                 q, gate = q.view(tokens, self.heads, 2 * self.dim).split_with_sizes((self.dim, self.dim), 2)
             if self.across[0]:
@@ -547,8 +547,8 @@ class Decoder:
                 seen(x if residual is None else x + residual)
             (first, *others), rows = layer, batch.rows if layer is last else None
             h, residual = first.read(x, residual)
+            residual = rows_of(residual, rows)  # there before columns of ranks are: a norm reads it while they come
             x = first.then(first.part(h, step, *kept, rows=rows))
-            residual = rows_of(residual, rows)
             for block in others:
                 h, residual = block.read(x, residual)
                 x = block.then(block.part(h))

@@ -33,6 +33,9 @@ class Ranks(Protocol):
     def gather(self, x: Tensor) -> Tensor:
         """(T, C) of each rank -> (T, size * C), the columns in the order of ranks."""
 
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """vx.linear of this rank's rows of a weight, for this rank alone."""
+
     def linear(self, x: "Columns | Tensor", weight: Tensor, bias: Tensor | None) -> "Columns | Tensor":
         """vx.linear of this rank's rows of a weight: columns that all ranks are to have."""
 
@@ -64,8 +67,8 @@ class Columns:
         return self._peers.receive(self.own)
 
     def normed(self, weight: Tensor, eps: float, residual: Tensor, style: str) -> tuple[Tensor, Tensor]:
-        """vx.rmsnorm of them, with a residual."""
-        return vx.rmsnorm_gather(self.own, weight, eps, residual, self._peers, style=style)
+        """vx.rmsnorm of them, with a residual that was there before they were computed."""
+        return vx.rmsnorm_gather(self.own, weight, eps, residual, self._peers, style=style, settled=True)
 
 
 def gathered(x: Tensor | Columns) -> Tensor:
@@ -84,6 +87,9 @@ class Alone:
 
     def later(self, own: Tensor) -> Tensor:
         return self.gather(own)
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return vx.linear(x, weight, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.gather(vx.linear(x, weight, bias))
@@ -126,11 +132,14 @@ class Group:
         _all_gather(_bytes(found), _bytes(x), group=self._group)
         return found.transpose(0, 1).reshape(rows, self.size * columns)
 
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return vx.linear(x, weight, bias) if self._peers is None else vx.linear_awaited(x, weight, bias)
+
     def linear(self, x: Columns | Tensor, weight: Tensor, bias: Tensor | None) -> Columns | Tensor:
         if self._peers is None:
             return self.gather(vx.linear(x, weight, bias))
         if isinstance(x, Columns):
-            x = x.gathered()
+            return Columns(vx.linear_gather_send(x.own, weight, bias, self._peers), self._peers)
         return Columns(vx.linear_send(x, weight, bias, self._peers), self._peers)
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Columns | Tensor:

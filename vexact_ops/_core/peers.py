@@ -10,15 +10,19 @@ from torch import Tensor
 from . import native
 
 _MOST_RANKS = 8
-_LINE, _LINES = 8, 1 << 17  # bytes of columns in a line, and lines of a rank, that common/sent.cuh has room for
+_LINE, _LINES, _NUMBERS = 8, 1 << 17, 128  # as in csrc/common/sent.cuh: bytes of columns in a line, lines, counters
 
 
 class Sent(NamedTuple):
-    """Columns of this rank that are on their way to all: what linear_send gives where there is no tensor."""
+    """Columns of this rank that are on their way to all: what linear_send gives where there is no tensor.
+
+    since  rounds that were sent before this one since one was counted (csrc/common/sent.cuh)
+    """
 
     rows: int
     columns: int
     dtype: torch.dtype
+    since: int = 0
 
 
 class Peers:
@@ -100,7 +104,7 @@ class Peers:
         rows, columns, dtype = kind_of(x)
         out = torch.empty(rows, self.size * columns, dtype=dtype, device=self.device)
         own = None if isinstance(x, Sent) else on_8(x).view(torch.uint8)
-        native.ops().peers_place(own, out.view(torch.uint8), *self.waiting)
+        native.ops().peers_place(own, out.view(torch.uint8), since_of(x), *self.waiting)
         return out
 
     @property
@@ -120,12 +124,12 @@ class Peers:
         return out
 
     def norm(
-        self, x: Tensor | Sent, weight: Tensor, eps: float, residual: Tensor, gemma: bool
+        self, x: Tensor | Sent, weight: Tensor, eps: float, residual: Tensor, gemma: bool, settled: bool
     ) -> tuple[Tensor, Tensor]:
         """rmsnorm of receive(x) with a residual, and their sum, by one kernel that rmsnorm_gather verifies."""
         y, added = torch.empty_like(residual), torch.empty_like(residual)
         own = None if isinstance(x, Sent) else on_8(x)
-        native.ops().peers_norm(own, weight, residual, y, added, eps, gemma, *self.waiting)
+        native.ops().peers_norm(own, weight, residual, y, added, eps, gemma, settled, since_of(x), *self.waiting)
         return y, added
 
     @property
@@ -150,12 +154,12 @@ class Loopback(Peers):
     def __init__(self, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = 0, size, device
         self._limit_ms, self._opened, self._taken = 10_000, [], 0
-        self._memory = torch.zeros(64 + 2 * size * _LINES * 4, dtype=torch.int32, device=device)
+        self._memory = torch.zeros(_NUMBERS + 2 * size * _LINES * 4, dtype=torch.int32, device=device)
         self._bases = torch.full((size,), self._memory.data_ptr(), dtype=torch.int64)
         self._missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     def _lines(self, rank: int, count: int, turn: int) -> Tensor:
-        return self._memory[64:].view(2, self.size, _LINES, 4)[turn, rank, :count]
+        return self._memory[_NUMBERS:].view(2, self.size, _LINES, 4)[turn, rank, :count]
 
     def begin(self, others: Sequence[Tensor] = ()) -> None:
         """Nothing was ever sent, but by the last ranks `others` what the first round receives."""
@@ -174,7 +178,11 @@ class Loopback(Peers):
 
 
 def kind_of(x: Tensor | Sent) -> tuple[int, int, torch.dtype]:
-    return x if isinstance(x, Sent) else (*x.shape, x.dtype)
+    return x[:3] if isinstance(x, Sent) else (*x.shape, x.dtype)
+
+
+def since_of(x: Tensor | Sent) -> int:
+    return x.since if isinstance(x, Sent) else 0
 
 
 def on_8(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .._core import digest, gpu, native, tune
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
-from .._core.peers import Loopback, Peers, Sent, kind_of, on_8
+from .._core.peers import Loopback, Peers, Sent, kind_of, on_8, since_of
 from .._core.proof.bitwise import same_bits
 from .._core.proof.inputs import special_rows
 from .._core.triton import copy_rows
@@ -41,6 +41,7 @@ FMA = [Fma(size, size) for size in (8, 16, 32, 64, 128)]
 RESUMED = [Resumed(group) for group in (4, 8, 16)]
 _LOG = logging.getLogger(__name__)
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
+WHILE_WAITING = 16 << 20  # bytes of a weight
 RECEIVED = 4  # rows that a product waits for itself, where ranks have sent them
 DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
@@ -134,13 +135,19 @@ def linear_received(x: Tensor | Sent, weight: Tensor, bias: Tensor | None, peers
     if not proved(_receiving, key, functools.partial(_receives, *key)):
         return None
     own = None if isinstance(x, Sent) else on_8(x)
-    _run_received(own, weight, bias, call[4], True, kernel, peers)
-    return Sent(rows, n, dtype)
+    since = since_of(x)
+    _run_received(own, weight, bias, rows, kernel, since, peers)
+    return Sent(rows, n, dtype, since + 1)
 
 
-def _run_received(own, weight, bias, out, send: bool, kernel: Skinny, peers: Peers) -> None:
-    rows, _, *sizes = kernel
-    native.ops().linear_received(own, weight, bias, out, send, rows, *sizes, *peers.waiting)
+def _run_received(own, weight, bias, m: int, kernel: Skinny, since: int, peers: Peers) -> None:
+    """In half of the shared memory, or what the kernel had: so much of the weight is there when the last columns come.
+    Where they are sent here, all of it is on its way into the L2 cache before: what precedes reads little."""
+    stage, steps = kernel.boxes * (kernel.rows * 128 + 1024), -(-weight.shape[1] // (64 * kernel.boxes))
+    half = (tiles.SHARED_BYTES // 2 - 2048 - -kernel.rows % 64 * 128) // stage
+    ring, ahead = max(kernel.ring, min(half, steps, 32)), 0 if own is None else steps
+    rows, _, *sizes = kernel._replace(ring=ring, ahead=ahead)
+    native.ops().linear_received(own, weight, bias, m, rows, *sizes, since, *peers.waiting)
 
 
 _receiving: dict[tuple, bool] = {}
@@ -154,15 +161,45 @@ def _receives(product: "Product", kernel: Skinny, size: int) -> bool:
             x, y = a[rows : rows + RECEIVED], out[rows : rows + RECEIVED]
             expected = _run(kernel, False, x, b, True, bias, y)
             own, *others = (part.contiguous() for part in x.chunk(size, 1))
-            for first, send in ((own, False), (None, False), (own, True), (None, True)):
+            for first in (own, None):
                 loop.begin(others if first is not None else (own, *others))
-                found = torch.zeros_like(expected)
-                _run_received(first, b, bias, found, send, kernel, loop)
-                if send:
-                    found = loop.sent(*found.shape, found.dtype, 0)
+                _run_received(first, b, bias, len(x), kernel, 0, loop)
+                found = loop.sent(*expected.shape, expected.dtype, 0)
                 if found is None or not same_bits(found, expected):
                     return False
     return True
+
+
+def linear_awaited(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """linear_fwd by a kernel that asks for more of the weight while others are waited for."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    call = x, weight, True, bias, out, False
+    if 0 < x.shape[0] <= SMALL_M and x.element_size() == 2:
+        product = Product.of(*call)
+        if product not in _chosen:
+            _settle(*call)
+        kernel = _kernels.get(_chosen.get(product, TRITON))
+        if isinstance(kernel, Skinny) and (tile := waiting(kernel, product.n)) != kernel:
+            key = product, tile
+            if proved(_awaited, key, functools.partial(_alike, product, kernel, tile)):
+                done = _ops()[1](*call, _number(tile))
+                if done == DONE:
+                    return out
+    return _matmul(*call)
+
+
+def waiting(tile: Skinny, n: int) -> Skinny:
+    """The kernel, where what it reads comes from other ranks: while it waits some microseconds for them, nobody else
+    reads memory, so more of the weight is asked for."""
+    stages = WHILE_WAITING // (-(-n // tile.rows) * tile.boxes * tile.rows * 128)
+    return tile._replace(ahead=max(tile.ahead, stages))
+
+
+_awaited: dict[tuple, bool] = {}
+
+
+def _alike(product: "Product", kernel: Skinny, tile: Skinny) -> bool:
+    return all(same_bits(_run(tile, False, *case), _run(kernel, False, *case)) for case in product.cases())
 
 
 def sends(peers: Peers, out: Tensor) -> bool:

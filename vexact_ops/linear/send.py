@@ -37,3 +37,21 @@ def linear_gather_send(x: Tensor | Sent, weight: Tensor, bias: Tensor | None, pe
         if found is not None:
             return found
     return linear_send(peers.receive(x), weight, bias, peers)
+
+
+def linear_awaited(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear(x, weight, bias), of an x that other ranks are waited for: of few rows the kernel asks for more of the
+    weight meanwhile.
+
+    bits      linear's
+    raises    as linear
+    example
+    >>> x, weight = torch.randn(5, 64), torch.randn(8, 64)
+    >>> vx.same_bits(vx.linear_awaited(x, weight), vx.linear(x, weight))
+    True
+    """
+    backend = ROOM.resolve(x.device, None)
+    if backend != "cuda" or x.dim() != 2:
+        return linear(x, weight, bias)
+    _check(x, weight, bias)
+    return ROOM.module(backend).linear_awaited(_rows(x), _rows(weight), None if bias is None else bias.contiguous())

@@ -45,6 +45,7 @@ def linear_silu_mul_send(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: b
         return _unfused(x, weight, bias, gelu)
     tile, out = chosen.run.args[0], x.new_empty(x.shape[0], weight.shape[0] // 2)
     if isinstance(tile, Skinny) and linear.sends(peers, out):
+        tile = linear.waiting(tile, call.n)
         key = call._replace(rows=class_of(call.rows)), tile
         if linear.proved(_sending, key, functools.partial(_sends, *key)):
             _native()[0](x, weight, gelu, *tile, out, *peers.places)

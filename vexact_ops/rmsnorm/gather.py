@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .._core.peers import Loopback, Peers, Sent
+from .._core.peers import Loopback, Peers, Sent, kind_of
 from .._core.proof.bitwise import same_bits
 from .._core.proof.inputs import special_rows, tricky
 from .op import rmsnorm
@@ -14,18 +14,27 @@ _WIDEST = 16384  # columns that the kernel takes
 
 
 def rmsnorm_gather(
-    x: Tensor | Sent, weight: Tensor, eps: float, residual: Tensor, peers: Peers, *, style: str = "llama"
+    x: Tensor | Sent,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor,
+    peers: Peers,
+    *,
+    style: str = "llama",
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """rmsnorm(peers.receive(x), weight, eps, residual), by one kernel on each rank where it was verified.
 
     x         (T, N / peers.size) of each rank, alike in shape and dtype; what linear_send gave, too
     weight    (N,)
     residual  (T, N), the same on every rank
+    settled   whether weight and residual were there before what has sent x was called: they are read while that still
+              computes
     returns   (normed, x + residual), (T, N)
     bits      rmsnorm's
     raises    as rmsnorm
     """
-    rows, columns, dtype = x if isinstance(x, Sent) else (*x.shape, x.dtype)
+    rows, columns, dtype = kind_of(x)
     wide = peers.size * columns
     plain = (
         residual.shape == (rows, wide)
@@ -37,7 +46,7 @@ def rmsnorm_gather(
     )
     fits = plain and wide <= _WIDEST and peers.sends(rows, columns, dtype)
     if fits and _verified((peers.device, dtype, wide, peers.size, style)):
-        return peers.norm(x, weight, eps, residual, style == "gemma")
+        return peers.norm(x, weight, eps, residual, style == "gemma", settled)
     return rmsnorm(peers.receive(x), weight, eps, residual, style=style)
 
 
@@ -74,7 +83,7 @@ def _verify(device: torch.device, dtype: torch.dtype, n: int, size: int, style: 
         own, *others = (part.contiguous() for part in x.chunk(size, 1))
         for first in (own, Sent(*own.shape, dtype)):
             loop.begin(others if isinstance(first, Tensor) else (own, *others))
-            found = loop.norm(first, weight, eps, residual, style == "gemma")
+            found = loop.norm(first, weight, eps, residual, style == "gemma", True)
             if not all(same_bits(a, b) for a, b in zip(found, expected)):
                 return False
     return True
