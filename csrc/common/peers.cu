@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       at[u] = int64_t(row) * lines + first[u];
-      if (live[u]) given[u] = *reinterpret_cast<const uint2*>(a.residual + start + u * kEach);
+      if (live[u]) given[u] = __ldcg(reinterpret_cast<const uint2*>(a.residual + start + u * kEach));  // not what L1 has of it
     }
     receive(r, round, rank, at, live, found);
     float h[COLUMNS], sums[COLUMNS];

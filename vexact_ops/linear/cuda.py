@@ -13,7 +13,6 @@ Tiles are from 8 x 8, where a sum's own chain of additions is all that takes tim
 """
 
 import functools
-import logging
 import math
 import sys
 from collections.abc import Callable
@@ -25,8 +24,6 @@ from torch import Tensor
 
 from .._core import digest, gpu, native, tune
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
-from .._core.peers import Loopback, Peers, Sent, kind_of, on_8, since_of
-from .._core.proof.bitwise import same_bits
 from .._core.proof.inputs import special_rows
 from .._core.triton import copy_rows
 from . import tiles, triton
@@ -39,17 +36,14 @@ LARGEST = 8192  # larger classes verify the choice of this one
 TRITON = "triton"  # the canonical kernel
 FMA = [Fma(size, size) for size in (8, 16, 32, 64, 128)]
 RESUMED = [Resumed(group) for group in (4, 8, 16)]
-_LOG = logging.getLogger(__name__)
 SMALL = 100_000  # elements of a weight: below, no kernel is worth the time to verify it
-WHILE_WAITING = 16 << 20  # bytes of a weight
-RECEIVED = 4  # rows that a product waits for itself, where ranks have sent them
 DECODED = 1024  # rows that our kernels for few tiles take, and a step of decodes has
 LARGE = 5e10  # multiplications from which on it pays to try more of cublasLt's kernels: some 150 us
 LARGE_FP32 = 1e9  # and in fp32 to try cublasLt's at all
 NEAR = 1.2  # times the best of a race: who is slower there does not win in a step
 OURS, LIBRARY = 5, 2  # rivals that are tried there, of our kernels and of a library's, which are much alike
 # what linear_matmul takes for a kernel, and what it returns
-ASK, CANONICAL, UNKNOWN, DONE, BIAS_OFF_16, SENT = -1, 0, -1, 1, 2, 3
+ASK, CANONICAL, UNKNOWN, DONE, BIAS_OFF_16 = -1, 0, -1, 1, 2
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, *, resume: bool = False) -> Tensor:
@@ -102,144 +96,6 @@ def _matmul(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, r
     return out
 
 
-def linear_send(x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers) -> Tensor | Sent:
-    """linear_fwd, or its columns on their way to every rank, where this product's kernel sends them."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    call = x, weight, True, bias, out, False
-    if sends(peers, out):
-        product = Product.of(*call)
-        if product not in _chosen:
-            _settle(*call)
-        kernel = _kernels.get(_chosen.get(product, TRITON))
-        if isinstance(kernel, Skinny) and _proved(product, kernel):
-            done = native.ops().linear_send(x, weight, bias, out, _number(kernel), *peers.places)
-            if done == SENT:
-                return Sent(*out.shape, out.dtype)
-    return _matmul(*call)
-
-
-def linear_received(x: Tensor | Sent, weight: Tensor, bias: Tensor | None, peers: Peers) -> Tensor | Sent | None:
-    """linear_send(peers.receive(x), ...) by one kernel, where this product's takes so few rows; else None."""
-    (rows, columns, dtype), (n, k) = kind_of(x), weight.shape
-    fits = rows <= RECEIVED and dtype.itemsize == 2 and columns * peers.size == k and weight.dtype == dtype
-    if not fits or n % 4 or not (peers.sends(rows, columns, dtype) and peers.sends(rows, n, dtype)):
-        return None
-    call = weight.new_empty(rows, k), weight, True, bias, weight.new_empty(rows, n), False
-    product = Product.of(*call)
-    if product not in _chosen:
-        _settle(*call)
-    kernel = _kernels.get(_chosen.get(product, TRITON))
-    if not isinstance(kernel, Skinny) or kernel.tokens != 8 or not gpu.aligned_rows(weight):
-        return None
-    key = product, kernel, peers.size
-    if not proved(_receiving, key, functools.partial(_receives, *key)):
-        return None
-    own = None if isinstance(x, Sent) else on_8(x)
-    since = since_of(x)
-    _run_received(own, weight, bias, rows, kernel, since, peers)
-    return Sent(rows, n, dtype, since + 1)
-
-
-def _run_received(own, weight, bias, m: int, kernel: Skinny, since: int, peers: Peers) -> None:
-    """In half of the shared memory, or what the kernel had: so much of the weight is there when the last columns come.
-    Where they are sent here, all of it is on its way into the L2 cache before: what precedes reads little."""
-    stage, steps = kernel.boxes * (kernel.rows * 128 + 1024), -(-weight.shape[1] // (64 * kernel.boxes))
-    half = (tiles.SHARED_BYTES // 2 - 2048 - -kernel.rows % 64 * 128) // stage
-    ring, ahead = max(kernel.ring, min(half, steps, 32)), 0 if own is None else steps
-    rows, _, *sizes = kernel._replace(ring=ring, ahead=ahead)
-    native.ops().linear_received(own, weight, bias, m, rows, *sizes, since, *peers.waiting)
-
-
-_receiving: dict[tuple, bool] = {}
-
-
-def _receives(product: "Product", kernel: Skinny, size: int) -> bool:
-    """As the first of ranks that have sent before, or not."""
-    loop = Loopback(size, product.device)
-    for a, b, _, bias, out in product.cases():
-        for rows in range(0, len(a), RECEIVED) if len(a) < RECEIVED * 3 else (0,):
-            x, y = a[rows : rows + RECEIVED], out[rows : rows + RECEIVED]
-            expected = _run(kernel, False, x, b, True, bias, y)
-            own, *others = (part.contiguous() for part in x.chunk(size, 1))
-            for first in (own, None):
-                loop.begin(others if first is not None else (own, *others))
-                _run_received(first, b, bias, len(x), kernel, 0, loop)
-                found = loop.sent(*expected.shape, expected.dtype, 0)
-                if found is None or not same_bits(found, expected):
-                    return False
-    return True
-
-
-def linear_awaited(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """linear_fwd by a kernel that asks for more of the weight while others are waited for."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    call = x, weight, True, bias, out, False
-    if 0 < x.shape[0] <= SMALL_M and x.element_size() == 2:
-        product = Product.of(*call)
-        if product not in _chosen:
-            _settle(*call)
-        kernel = _kernels.get(_chosen.get(product, TRITON))
-        if isinstance(kernel, Skinny) and (tile := waiting(kernel, product.n)) != kernel:
-            key = product, tile
-            if proved(_awaited, key, functools.partial(_alike, product, kernel, tile)):
-                done = _ops()[1](*call, _number(tile))
-                if done == DONE:
-                    return out
-    return _matmul(*call)
-
-
-def waiting(tile: Skinny, n: int) -> Skinny:
-    """The kernel, where what it reads comes from other ranks: while it waits some microseconds for them, nobody else
-    reads memory, so more of the weight is asked for."""
-    stages = WHILE_WAITING // (-(-n // tile.rows) * tile.boxes * tile.rows * 128)
-    return tile._replace(ahead=max(tile.ahead, stages))
-
-
-_awaited: dict[tuple, bool] = {}
-
-
-def _alike(product: "Product", kernel: Skinny, tile: Skinny) -> bool:
-    return all(same_bits(_run(tile, False, *case), _run(kernel, False, *case)) for case in product.cases())
-
-
-def sends(peers: Peers, out: Tensor) -> bool:
-    """Whether a kernel may send such columns: 16 bits of each, in fours, of all rows of a class."""
-    rows, columns = out.shape
-    return 0 < rows <= SMALL_M and out.dtype.itemsize == 2 and peers.sends(class_of(rows), columns, out.dtype)
-
-
-_chosen: dict["Product", str] = {}  # what linear_matmul computes them by
-_sending: dict[tuple, bool] = {}
-
-
-def proved(verdicts: dict[tuple, bool], key: tuple, prove: Callable[[], bool]) -> bool:
-    """Whether a kernel sends what it would have stored. Inside a graph nothing can be verified: what was not before is
-    not trusted."""
-    if key not in verdicts:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        verdicts[key] = prove()
-        if not verdicts[key]:
-            _LOG.warning("%s: what it sends to other ranks is not what it stores: it stores", " ".join(map(str, key)))
-    return verdicts[key]
-
-
-def _proved(product: "Product", kernel: Skinny) -> bool:
-    return proved(_sending, (product, kernel), functools.partial(_sends, product, kernel))
-
-
-def _sends(product: "Product", kernel: Skinny) -> bool:
-    loop, number = Loopback(2, product.device), _number(kernel)
-    for a, b, b_t, bias, out in product.cases():
-        expected = _run(kernel, False, a, b, b_t, bias, out)
-        loop.begin()
-        done = native.ops().linear_send(a, b, bias, _copy(out), number, *loop.places)
-        found = loop.sent(*out.shape, out.dtype)
-        if done != SENT or found is None or not same_bits(found, expected):
-            return False
-    return True
-
-
 def _settle(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, resume: bool) -> bool:
     """Choose the kernel for products of this class. False inside a graph, where nothing can be verified."""
     if torch.cuda.is_current_stream_capturing():
@@ -250,6 +106,7 @@ def _settle(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, r
     return decision.final
 
 
+_chosen: dict["Product", str] = {}  # what linear_matmul computes them by
 _tuned: dict["Product", str] = {}  # what was chosen again where it stands
 
 

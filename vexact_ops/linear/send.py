@@ -6,6 +6,12 @@ from .._core.peers import Peers, Sent
 from .op import ROOM, _check, _rows, linear
 
 
+def _kernels():
+    from . import cuda_send
+
+    return cuda_send
+
+
 def linear_send(x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers) -> Tensor | Sent:
     """linear(x, weight, bias), for peers.receive or rmsnorm_gather: either the tensor, or what says that the kernel of
     the product has sent its columns to every rank. It is received before anything else is sent.
@@ -19,7 +25,7 @@ def linear_send(x: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers) ->
         return linear(x, weight, bias)
     _check(x, weight, bias)
     bias = None if bias is None else bias.contiguous()
-    return ROOM.module(backend).linear_send(_rows(x), _rows(weight), bias, peers)
+    return _kernels().linear_send(_rows(x), _rows(weight), bias, peers)
 
 
 def linear_gather_send(x: Tensor | Sent, weight: Tensor, bias: Tensor | None, peers: Peers) -> Tensor | Sent:
@@ -33,7 +39,7 @@ def linear_gather_send(x: Tensor | Sent, weight: Tensor, bias: Tensor | None, pe
     """
     if ROOM.resolve(weight.device, None) == "cuda" and weight.dim() == 2:
         bias = None if bias is None else bias.contiguous()
-        found = ROOM.module("cuda").linear_received(x, _rows(weight), bias, peers)
+        found = _kernels().linear_received(x, _rows(weight), bias, peers)
         if found is not None:
             return found
     return linear_send(peers.receive(x), weight, bias, peers)
@@ -54,4 +60,4 @@ def linear_awaited(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     if backend != "cuda" or x.dim() != 2:
         return linear(x, weight, bias)
     _check(x, weight, bias)
-    return ROOM.module(backend).linear_awaited(_rows(x), _rows(weight), None if bias is None else bias.contiguous())
+    return _kernels().linear_awaited(_rows(x), _rows(weight), None if bias is None else bias.contiguous())

@@ -21,7 +21,7 @@ from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, deci
 from .._core.peers import Loopback, Peers, Sent
 from .._core.proof.bitwise import same_bits
 from ..linear import cuda as linear
-from ..linear import tiles
+from ..linear import cuda_send, tiles
 from ..linear.tiles import SHARED_BYTES, SMALL_M, Skinny
 from ..rmsnorm.triton import rmsnorm_fwd
 from ..silu_mul.triton import silu_mul_fwd
@@ -44,10 +44,10 @@ def linear_silu_mul_send(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: b
     if chosen.name == UNFUSED:
         return _unfused(x, weight, bias, gelu)
     tile, out = chosen.run.args[0], x.new_empty(x.shape[0], weight.shape[0] // 2)
-    if isinstance(tile, Skinny) and linear.sends(peers, out):
-        tile = linear.waiting(tile, call.n)
+    if isinstance(tile, Skinny) and cuda_send.sends(peers, out):
+        tile = cuda_send.waiting(tile, call.n)
         key = call._replace(rows=class_of(call.rows)), tile
-        if linear.proved(_sending, key, functools.partial(_sends, *key)):
+        if cuda_send.proved(_sending, key, functools.partial(_sends, *key)):
             _native()[0](x, weight, gelu, *tile, out, *peers.places)
             return Sent(*out.shape, out.dtype)
     return chosen.run(x, weight, gelu)
