@@ -172,10 +172,8 @@ __global__ void __launch_bounds__(kThreads) place_sent(const uint2* x, uint2* ou
   if (!early) await_before();
   const uint32_t round = round_of(r, blockIdx.x);
   if (x)
-    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < rows * width; i += gridDim.x * kThreads) {
-      const uint2 value = x[i];
-      sending.send(round, i, value.x, value.y);
-    }
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < rows * width; i += gridDim.x * kThreads)
+      send_in_turn(sending, round, i, x[i]);
   const uint32_t wide = r.ranks * width, total = rows * wide;
   for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < total; i += gridDim.x * kThreads) {
     const uint32_t row = i / wide, column = i - row * wide, rank = column / width;
@@ -226,8 +224,7 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
     for (int row = blockIdx.x; row < a.rows; row += gridDim.x)
       for (int i = threadIdx.x; i < lines; i += blockDim.x) {
         const int64_t at = int64_t(row) * lines + i;
-        const uint2 value = reinterpret_cast<const uint2*>(a.x)[at];
-        sending.send(round, at, value.x, value.y);
+        send_in_turn(sending, round, at, reinterpret_cast<const uint2*>(a.x)[at]);
       }
 
   int rank[kUnits], first[kUnits];
@@ -243,8 +240,11 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
     weight[u] = found[u] = given[u] = make_uint2(0, 0);
     if (live[u]) weight[u] = *reinterpret_cast<const uint2*>(a.weight + column);
   }
-  int turn = 0;
-  for (int row = blockIdx.x; row < a.rows; row += gridDim.x, turn ^= 1) {
+  // Who is early does it all once without a line: what it executes then, it has at hand when they come.
+  bool dry = a.early;
+  int turn = 0, row = blockIdx.x;
+#pragma unroll 1
+  for (; row < a.rows; row += dry ? 0 : int(gridDim.x), dry = false, turn ^= 1) {
     const int64_t start = int64_t(row) * a.columns + begin;
     int64_t at[kUnits];
 #pragma unroll
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
       at[u] = int64_t(row) * lines + first[u];
       if (live[u]) given[u] = __ldcg(reinterpret_cast<const uint2*>(a.residual + start + u * kEach));  // not what L1 has of it
     }
-    receive(r, round, rank, at, live, found);
+    if (!dry) receive(r, round, rank, at, live, found);
     float h[COLUMNS], sums[COLUMNS];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
@@ -291,8 +291,8 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
         if (!a.gemma) normed = widened(narrowed<T>(normed));
         y[i] = narrowed<T>(normed * (a.gemma ? 1.0f + widened(w[i]) : widened(w[i])));
       }
-      if (u == 0) await_before();
-      if (!live[u]) continue;
+      if (u == 0 && !dry) await_before();
+      if (!live[u] || dry) continue;
       uint2 both;
       memcpy(&both, y, kSentUnit);
       *reinterpret_cast<uint2*>(a.y + start + u * kEach) = both;

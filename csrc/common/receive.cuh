@@ -49,6 +49,16 @@ __device__ __forceinline__ void count_round(const Receiving& r, uint32_t round) 
     r.numbers[block] = round;
 }
 
+// Sending::send in less code, for a block that may run where none of it is in a cache.
+__device__ __forceinline__ void send_in_turn(const Sending& s, uint32_t round, int64_t at, uint2 value) {
+  const int64_t place = (round & 1 ? s.ranks * kSent : 0) + at;
+#pragma unroll 1
+  for (int rank = 0; rank < s.ranks; ++rank)
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %3, %2, %3};" ::"l"(s.to[rank] + place), "r"(value.x), "r"(value.y),
+                 "r"(round)
+                 : "memory");
+}
+
 // COUNT lines as soon as all that are live have come; of the others nothing is said.
 template <int COUNT>
 __device__ __forceinline__ void receive(const Receiving& r, uint32_t round, const int (&rank)[COUNT],

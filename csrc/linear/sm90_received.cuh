@@ -133,10 +133,8 @@ __global__ void __launch_bounds__(kReceivedThreads)
   if (threadIdx.x >= kReceiver) {
     const int thread = threadIdx.x - kReceiver;
     if (x.x)
-      for (int i = blockIdx.x * 32 * kReceiveWarps + thread; i < a.m * x.lines; i += gridDim.x * 32 * kReceiveWarps) {
-        const uint2 value = x.x[i];
-        x.sending.send(round, i, value.x, value.y);
-      }
+      for (int i = blockIdx.x * 32 * kReceiveWarps + thread; i < a.m * x.lines; i += gridDim.x * 32 * kReceiveWarps)
+        send_in_turn(x.sending, round, i, x.x[i]);
     receive_stages<BOXES>(x, a, round, ring, full, empty, thread / 32, total, steps);
     return;
   }
