@@ -7,7 +7,7 @@ import torch
 
 from vexact_engine.proof.ranks import Held, Meeting, Thread
 from vexact_engine.runner.decoder import Decoder, Weights
-from vexact_engine.runner.ranks import RankedHead
+from vexact_engine.runner.ranks import Group, RankedHead
 from vexact_engine.weights.cut import cut, shapes
 
 
@@ -23,6 +23,45 @@ class Room(Meeting):
         return [found[i] for i in self.order]
 
 
+class OnTheirWay:
+    """Peers as the decoder sees them: columns are asked for once, and before others are computed."""
+
+    def __init__(self, meeting, rank):
+        self._meeting, self._rank, self.size, self.awaited = meeting, rank, meeting.size, None
+
+    def sends(self, rows, columns, dtype):
+        return False
+
+    def send(self, columns):
+        assert self.awaited is None, "columns are computed while others are on their way"
+        self.awaited = columns.own
+        return columns
+
+    def receive(self, x):
+        assert x is self.awaited, "nobody has sent these columns, or they were received"
+        self.awaited = None
+        return torch.cat(self._meeting.exchange(self._rank, x), 1)
+
+
+class Later(Thread):
+    """What stands beside it as on GPUs that reach each other's memory: gathered where it is needed."""
+
+    def __init__(self, meeting, rank):
+        super().__init__(meeting, rank)
+        self._peers = OnTheirWay(meeting, rank)
+
+    project = Group.project
+
+    def later(self, own):
+        return self._peers.send(Group.later(self, own))
+
+    def linear(self, x, weight, bias):
+        return self._peers.send(Group.linear(self, x, weight, bias))
+
+    def linear_silu_mul(self, x, weight, bias, activation):
+        return self._peers.send(Group.linear_silu_mul(self, x, weight, bias, activation))
+
+
 def in_ranks(model, described, size, function, spoil=None, order=None, whole_experts=False):
     """function(decoder, cut, head) in a thread of each rank.
 
@@ -35,7 +74,7 @@ def in_ranks(model, described, size, function, spoil=None, order=None, whole_exp
         try:
             own = cut(described, shapes(model), rank, size, whole_experts)
             held = Held(model, spoil(own, rank) if spoil else own)
-            ranks = Thread(room, rank)
+            ranks = Later(room, rank)
             decoder = Decoder(Weights(held), own.described, range(len(described.layers)), ranks, own.vocabulary[1])
             head = RankedHead(held.tensors[described.head.weight], described.head, ranks, own.vocabulary)
             with torch.no_grad():
