@@ -43,6 +43,7 @@ _NO_ARITHMETIC = {
 }
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward", "cute_objects"}
 _NOT_OPS |= {"cute_arithmetic", "tiles", "triton_backward", "triton_gates", "triton_prepare"}
+_NOT_OPS |= {"send", "cuda_send", "gather"}  # between ranks: kernels that were verified against these
 _NOT_ROOMS = {"patch", "testing"}  # no op is computed in them
 
 
