@@ -45,7 +45,9 @@ struct FewShared : StreamShared<D, DV, kDecodeRows, 3> {
   static constexpr int kTiles = TILES;
   static constexpr int kPass = TILES == 3 ? 3 : TILES < 2 ? TILES : 2;  // tiles that a fragment serves
   using Item = FewItem<keys_of(D), TILES>;
+  alignas(16) uint8_t queries[kDecodeRows * D * 2];  // of a tile, on the way to registers
   float pass_tops[2][4][kPass * kDecodeRows];
+  static __device__ __forceinline__ int query_at(int row, int chunk) { return row * (D * 2) + (chunk ^ (row & 7)) * 16; }
 };
 
 // f.template operator()<FIRST, COUNT>() for all of `tiles` tiles, up to PASS at a time.
@@ -76,25 +78,44 @@ struct FewScores {
   int hi[Shared::kTiles][2];                 // and where the keys end that they see
   __device__ __forceinline__ FewScores(const Args& a, Shared& s, int warp) : a(a), s(s), warp(warp) {}
 
-  __device__ __forceinline__ void begin(const Item& it) {
+  // All four warps read each query once, 16 bytes at a time, and hand it to each other.
+  __device__ __forceinline__ void begin(const Item& it, int tiles) {
+    constexpr int kChunks = D / 8, kLoads = kDecodeRows * kChunks / 128;  // of a row; of a thread, for a tile
+    const int tid = warp * 32 + lane;
+    uint4 x[Shared::kTiles][kLoads] = {};
+#pragma unroll
+    for (int i = 0; i < Shared::kTiles; ++i)
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) {
+        const int at = n * 128 + tid, row = i * kDecodeRows + at / kChunks;
+        if (row >= it.rows) continue;  // others are zeros, and nothing of theirs is stored
+        const int2 from = it.place(a, row);
+        x[i][n] = *reinterpret_cast<const uint4*>(
+            static_cast<const char*>(a.q) +
+            (int64_t(it.token + from.x) * a.q_row + int64_t(from.y) * a.q_head + at % kChunks * 8) * 2);
+      }
 #pragma unroll
     for (int i = 0; i < Shared::kTiles; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = i * kDecodeRows + g + 8 * r;
-        const int2 at = it.place(a, row);
-        const bool there = row < it.rows;  // others are zeros, and nothing of theirs is stored
-        const char* from =
-            static_cast<const char*>(a.q) + (int64_t(it.token + at.x) * a.q_row + int64_t(at.y) * a.q_head) * 2;
         m[i][r] = -INFINITY;
-        hi[i][r] = there ? it.shift + at.x + 1 : it.hi;
-#pragma unroll
-        for (int kk = 0; kk < D / 16; ++kk)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            q[i][kk][half * 2 + r] =
-                there ? *reinterpret_cast<const uint32_t*>(from + (kk * 16 + half * 8 + t * 2) * 2) : 0u;
+        hi[i][r] = row < it.rows ? it.shift + it.place(a, row).x + 1 : it.hi;
       }
+#pragma unroll
+    for (int i = 0; i < Shared::kTiles; ++i) {
+      if (i >= tiles) break;
+      asm volatile("bar.sync 2, 128;" ::: "memory");  // the tile before has been taken
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) {
+        const int at = n * 128 + tid;
+        *reinterpret_cast<uint4*>(s.queries + Shared::query_at(at / kChunks, at % kChunks)) = x[i][n];
+      }
+      asm volatile("bar.sync 2, 128;" ::: "memory");
+#pragma unroll
+      for (int kk = 0; kk < D / 16; ++kk)
+        ldmatrix4(q[i][kk], shared_address(s.queries) + Shared::query_at(lane % 16, kk * 2 + lane / 16));
+    }
   }
 
   // Tiles FIRST and on of a block; after the last of them the keys are done with.
@@ -173,11 +194,13 @@ struct FewScores {
 
   __device__ __forceinline__ void run(int items, int heads) {
     uint32_t unit = 0;
+    bool waited = !a.settled;
     for (Turns<Shared> turns(a, s, items); turns.more(); turns.next()) {
       const Item it(a, s.until, turns.item, heads);
-      if (it.blocks == 0) continue;
-      begin(it);
       const int tiles = it.tiles();
+      if (!waited) wait_for_kernel_before(), waited = true;  // only now: what an item is was there before
+      if (it.blocks == 0) continue;
+      begin(it, tiles);
       for (int n = 0; n < it.blocks; ++n, unit += 2) {  // order: blocks of keys from the last to the first
         const uint32_t slot = unit % Shared::kSlots;
         barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
@@ -230,17 +253,21 @@ struct FewSums {
   __device__ __forceinline__ void clean(const Item& it, int key0, uint32_t slot) {
     nonfinite = false;
     if (!it.ragged(key0)) return;
-    for (int i = lane; i < kKeys * kColumns; i += 32) {
-      const int key = key0 + i / kColumns;
-      if (key >= it.all_lo && key < it.all_hi) continue;
+    const auto chunk = [&](int i) -> uint4& {
       const int at = boxed_at<DV>(i / kColumns, warp * kColumns + i % kColumns, a.box);
-      uint4& y = *reinterpret_cast<uint4*>(s.slots[slot] + at);
-      if (key < it.lo || key >= it.hi)
-        y = uint4{};
-      else
-        nonfinite = nonfinite || Pair<T>::nonfinite(y.x) || Pair<T>::nonfinite(y.y) || Pair<T>::nonfinite(y.z) ||
-                    Pair<T>::nonfinite(y.w);
-    }
+      return *reinterpret_cast<uint4*>(s.slots[slot] + at);
+    };
+    const auto each = [&](int from, int to, auto f) {  // chunks of keys [from, to) of the block
+      for (int i = max(from - key0, 0) * kColumns + lane; i < min(to - key0, kKeys) * kColumns; i += 32) f(chunk(i));
+    };
+    const auto zero = [](uint4& y) { y = uint4{}; };
+    const auto look = [&](const uint4& y) {
+      nonfinite |= Pair<T>::nonfinite(y.x) | Pair<T>::nonfinite(y.y) | Pair<T>::nonfinite(y.z) | Pair<T>::nonfinite(y.w);
+    };
+    each(key0, it.lo, zero);
+    each(it.lo, min(it.all_lo, it.hi), look);
+    each(max(it.all_hi, it.lo), it.hi, look);
+    each(it.hi, key0 + kKeys, zero);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     nonfinite = __any_sync(~0u, nonfinite);
@@ -339,10 +366,18 @@ struct FewSums {
 
   __device__ __forceinline__ void run(int items, int heads) {
     uint32_t unit = 1;
+    bool begun = false;
     for (Turns<Shared> turns(a, s, items); turns.more(); turns.next()) {
       const Item it(a, s.until, turns.item, heads);
-      if (it.token < 0) continue;
       const int tiles = it.tiles();
+      if (!begun) {
+        if (a.settled) wait_for_kernel_before();
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        sm90::let_kernel_after_start();
+#endif
+        begun = true;
+      }
+      if (it.token < 0) continue;
       begin();
       for (int n = 0; n < it.blocks; ++n, unit += 2) {  // order: blocks of keys from the last to the first
         in_passes<Shared::kPass, Shared::kTiles>(tiles, [&]<int FIRST, int COUNT>() __attribute__((always_inline)) {
@@ -370,12 +405,10 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   if (tid == 0) sm90::prefetch_map(&k_map), sm90::prefetch_map(&v_map);
   __syncthreads();
   if (!a.settled) wait_for_kernel_before();
-  const int items = a.sequences * heads;
-  if (a.settled && warp < 8) wait_for_kernel_before();
+  const int items = a.sequences * heads;  // each block has one
   if (warp < 8) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TILES > 2 ? 232 : 224));
     if (warp < 4) {
-      sm90::let_kernel_after_start();
       FewSums<T, DV, Shared>(a, s, warp).run(items, heads);
     } else {
       FewScores<T, D, Shared>(a, s, warp - 4).run(items, heads);
