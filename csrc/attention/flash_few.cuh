@@ -72,10 +72,10 @@ struct FewScores {
   const Args& a;
   Shared& s;
   const int warp, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  uint32_t done = 0, passes = 0;             // tiles of blocks, and passes, so far
-  uint32_t q[Shared::kTiles][D / 16][4];     // the queries' fragments
-  float m[Shared::kTiles][2];                // maxima of the two rows that this thread has scores of
-  int hi[Shared::kTiles][2];                 // and where the keys end that they see
+  uint32_t done = 0, passes = 0;          // tiles of blocks, and passes, so far
+  uint32_t q[Shared::kTiles][D / 16][4];  // the queries' fragments
+  float m[Shared::kTiles][2];             // maxima of the two rows that this thread has scores of
+  int hi[Shared::kTiles][2];              // and where the keys end that they see
   __device__ __forceinline__ FewScores(const Args& a, Shared& s, int warp) : a(a), s(s), warp(warp) {}
 
   // All four warps read each query once, 16 bytes at a time, and hand it to each other.
@@ -209,6 +209,7 @@ struct FewScores {
         });
       }
     }
+    if (!waited) wait_for_kernel_before();
   }
 };
 
@@ -390,6 +391,18 @@ struct FewSums {
   }
 };
 
+// Sequences up to the last one with a query: those behind are there where a step is padded, and an item takes a block about
+// a microsecond even where there is nothing in it. A warp calls it.
+__device__ __forceinline__ int sequences_with_queries(const Args& a) {
+  for (int first = (a.sequences - 1) & -32; first >= 0; first -= 32) {
+    const int sequence = first + int(threadIdx.x % 32);
+    const bool some = sequence < a.sequences && extent(a.q_at, sequence, a.tokens).length > 0;
+    const unsigned those = __ballot_sync(~0u, some);
+    if (those) return first + 32 - __clz(those);
+  }
+  return 0;
+}
+
 template <class T, int D, int DV, int TILES>
 __global__ void __launch_bounds__(kFewThreads, 1)
     few_kernel(const Args a, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
@@ -405,7 +418,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   if (tid == 0) sm90::prefetch_map(&k_map), sm90::prefetch_map(&v_map);
   __syncthreads();
   if (!a.settled) wait_for_kernel_before();
-  const int items = a.sequences * heads;  // each block has one
+  const int items = sequences_with_queries(a) * heads;
   if (warp < 8) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TILES > 2 ? 232 : 224));
     if (warp < 4) {
