@@ -40,13 +40,18 @@ struct FewItem {
   __device__ __forceinline__ bool ragged(int key0) const { return key0 < all_lo || key0 + KEYS > all_hi; }
 };
 
+// Probabilities lie there twice: for the sums, which one of those who carry adds up for all of them, and rounded, for the
+// products.
 template <int D, int DV, int TILES>
-struct FewShared : StreamShared<D, DV, kDecodeRows, 3> {
+struct FewShared : StreamShared<D, DV, kDecodeRows, 2, 1> {
+  using Stream = StreamShared<D, DV, kDecodeRows, 2, 1>;
   static constexpr int kTiles = TILES;
   static constexpr int kPass = TILES == 3 ? 3 : TILES < 2 ? TILES : 2;  // tiles that a fragment serves
   using Item = FewItem<keys_of(D), TILES>;
+  alignas(16) uint16_t rounded[Stream::kRing][kDecodeRows][keys_of(D) + 8];
   alignas(16) uint8_t queries[kDecodeRows * D * 2];  // of a tile, on the way to registers
   float pass_tops[2][4][kPass * kDecodeRows];
+  float factors[2][TILES * kDecodeRows];  // of the output, of an item and of the one before it
   static __device__ __forceinline__ int query_at(int row, int chunk) { return row * (D * 2) + (chunk ^ (row & 7)) * 16; }
 };
 
@@ -182,8 +187,9 @@ struct FewScores {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const auto weight = [&](float x) { return exp2_fast(__fmaf_rn(x, a.scale, -shift[r])); };
-          *reinterpret_cast<float2*>(&s.probabilities[ring][g + 8 * r][key_of(j, 0)]) =
-              make_float2(weight(c[i][j][2 * r]), weight(c[i][j][2 * r + 1]));
+          const float2 p = make_float2(weight(c[i][j][2 * r]), weight(c[i][j][2 * r + 1]));
+          *reinterpret_cast<float2*>(&s.probabilities[ring][g + 8 * r][key_of(j, 0)]) = p;
+          *reinterpret_cast<uint32_t*>(&s.rounded[ring][g + 8 * r][key_of(j, 0)]) = pack<T>(p.x, p.y);
         }
       if (warp == 0 && t == 0)
 #pragma unroll
@@ -224,7 +230,7 @@ struct FewPlace {
   }
 };
 
-// One of the four warps that carry sums, and output, each of a quarter of V's columns.
+// One of the four warps that carry output, each of a quarter of V's columns, and the sums of a tile, which is its own.
 template <class T, int DV, class Shared>
 struct FewSums {
   static constexpr int kKeys = Shared::kKeys;
@@ -236,18 +242,19 @@ struct FewSums {
   const int warp, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const uint32_t mine = boxed_at<DV>(lane % 16, warp * kColumns + lane / 16, a.box);
   uint32_t done = 0;       // tiles of blocks so far
+  uint32_t stored = 0;     // items so far
   bool nonfinite = false;  // what some rows see of a block must not reach those that do not
-  float m[Shared::kTiles][2], l[Shared::kTiles][2], acc[Shared::kTiles][kColumns][4];
+  float m[2], l[2];        // of the warp's own tile
+  float acc[Shared::kTiles][kColumns][4];
+  static_assert(Shared::kTiles <= 4);
   __device__ __forceinline__ FewSums(const Args& a, Shared& s, int warp) : a(a), s(s), warp(warp) {}
 
   __device__ __forceinline__ void begin() {
+    m[0] = m[1] = -INFINITY, l[0] = l[1] = 0.f;
 #pragma unroll
-    for (int i = 0; i < Shared::kTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) m[i][r] = -INFINITY, l[i][r] = 0.f;
+    for (int i = 0; i < Shared::kTiles; ++i)
 #pragma unroll
       for (int e = 0; e < kColumns * 4; ++e) acc[i][e / 4][e % 4] = 0.f;
-    }
   }
 
   // What boxes bring along of a block and nobody sees may be anything: zeros. Of what some see, whether all is finite.
@@ -284,25 +291,29 @@ struct FewSums {
       const uint32_t ring = done % Shared::kRing;
       barrier_wait(shared_address(&s.scored[ring]), done / Shared::kRing & 1);
       ++done;
-      float2 x[2][kKeys / 8];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        kept[i][r] = s.kept[ring][g + 8 * r], m[FIRST + i][r] = s.high[ring][g + 8 * r];
+      for (int r = 0; r < 2; ++r) kept[i][r] = s.kept[ring][g + 8 * r];
 #pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
-          x[r][j] = *reinterpret_cast<const float2*>(&s.probabilities[ring][g + 8 * r][j * 8 + t * 2]);
-      }
-      arrive_for_warp(shared_address(&s.taken[ring]));
+      for (int kk = 0; kk < kKeys / 16; ++kk)
+        ldmatrix4(p[i][kk], shared_address(&s.rounded[ring][lane % 16][kk * 16 + lane / 16 * 8]));
+      if (FIRST + i == warp) {
+        float2 x[2][kKeys / 8];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float& sum = l[FIRST + i][r];
+        for (int r = 0; r < 2; ++r) {
+          m[r] = s.high[ring][g + 8 * r];
 #pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j) {  // order: a partial sum takes its keys ascending
-          sum = j == 0 ? __fmaf_rn(sum, kept[i][r], x[r][j].x) : __fadd_rn(sum, x[r][j].x);
-          sum = __fadd_rn(sum, x[r][j].y);
-          p[i][j / 2][(j & 1) * 2 + r] = pack<T>(x[r][j].x, x[r][j].y);
+          for (int j = 0; j < kKeys / 8; ++j)
+            x[r][j] = *reinterpret_cast<const float2*>(&s.probabilities[ring][g + 8 * r][j * 8 + t * 2]);
         }
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+          for (int j = 0; j < kKeys / 8; ++j) {  // order: a partial sum takes its keys ascending
+            l[r] = j == 0 ? __fmaf_rn(l[r], kept[i][r], x[r][j].x) : __fadd_rn(l[r], x[r][j].x);
+            l[r] = __fadd_rn(l[r], x[r][j].y);
+          }
       }
+      arrive_for_warp(shared_address(&s.taken[ring]));  // behind a branch, as below
     }
     const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
     if (FIRST == 0) {
@@ -347,22 +358,30 @@ struct FewSums {
   }
 
   __device__ __forceinline__ void store(const Item& it, int tiles) {
+    float* const factors = s.factors[stored++ & 1];  // of two, since who is an item ahead writes while others still read
+    if (warp < tiles) {
 #pragma unroll
-    for (int i = 0; i < Shared::kTiles; ++i) {
-      if (i >= tiles) break;
+      for (int r = 0; r < 2; ++r) {
+        const int row = warp * kDecodeRows + g + 8 * r;
+        const float total = quad_sum(l[r]);
+        if (t == 0) factors[row] = Final(m[r], total, a.scale, a.sinks, it.place(a, min(row, it.rows - 1)).y).factor;
+      }
+    }
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < Shared::kTiles; ++i)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = i * kDecodeRows + g + 8 * r;
-        const int2 at = it.place(a, min(row, it.rows - 1));
-        const Final final(m[i][r], quad_sum(l[i][r]), a.scale, a.sinks, at.y);
+        if (row >= it.rows) continue;
+        const int2 at = it.place(a, row);
+        const float factor = factors[row];
         T* const to = static_cast<T*>(a.out) + (int64_t(it.token + at.x) * a.hk * a.group + at.y) * DV;
-        if (row < it.rows)
 #pragma unroll
-          for (int j = 0; j < kColumns; ++j)
-            *reinterpret_cast<uint32_t*>(to + (warp * kColumns + j) * 8 + t * 2) =
-                pack<T>(final(acc[i][j][2 * r]), final(acc[i][j][2 * r + 1]));
+        for (int j = 0; j < kColumns; ++j)
+          *reinterpret_cast<uint32_t*>(to + (warp * kColumns + j) * 8 + t * 2) =
+              pack<T>(Final::apply(acc[i][j][2 * r], factor), Final::apply(acc[i][j][2 * r + 1], factor));
       }
-    }
   }
 
   __device__ __forceinline__ void run(int items, int heads) {

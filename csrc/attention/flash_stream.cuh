@@ -50,7 +50,7 @@ struct Item {
   }
 };
 
-template <int D, int DV, int ROWS, int RING = 32 / ROWS>
+template <int D, int DV, int ROWS, int RING = 32 / ROWS, int SPLIT = kMostSplit>
 struct StreamShared {
   using Item = flash::Item<keys_of(D)>;
   static constexpr int kKeys = keys_of(D);
@@ -66,7 +66,7 @@ struct StreamShared {
   static constexpr int kAhead = 8;  // items that who fetches may be ahead of who carries
   int next[kAhead];
   uint64_t named[kAhead], heard[kAhead];
-  int until[kMostSplit];  // segments of the sequences up to each, where segments are items
+  int until[SPLIT];  // segments of the sequences up to each, where segments are items
 };
 
 // How many segments there are; fills until where there are several sequences. All threads call it.
