@@ -113,7 +113,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
 
   // attention in the order of csrc/attention/flash.cuh; values out of range touch no memory that is not the arguments'
   m.def("attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, Tensor? sinks, float scale, int window, int segment, bool causal, Tensor? wanted, Tensor(a!) out, Tensor(b!) lse) -> ()");
-  m.def("attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, Tensor cu_seqlens_q, int max_seqlen_q, Tensor? sinks, float scale, int window, int segment, bool settled, bool few, Tensor? wanted, Tensor(a!)? partial, Tensor(b!) out) -> ()");
+  m.def("attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, Tensor cu_seqlens_q, int max_seqlen_q, Tensor? sinks, float scale, int window, int segment, bool settled, Tensor? wanted, Tensor(a!)? partial, Tensor(b!) out) -> ()");
+  m.def("attention_flash_few(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, Tensor cu_seqlens_q, int max_seqlen_q, Tensor? sinks, float scale, int window, bool settled, int tiles, Tensor(a!) out) -> ()");
   m.def("attention_latent_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, float scale, int window, int segment, bool causal, Tensor(a!)? joined, Tensor(b!) out, Tensor(c!) lse) -> ()");
   m.def("attention_latent_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, Tensor cu_seqlens_q, float scale, int window, int segment, Tensor(a!)? joined, Tensor(b!)? partial, Tensor(c!) out) -> ()");
   m.def("attention_packed_plan(Tensor cu_seqlens, Tensor? cu_seqlens_k, int tokens, int keys, Tensor(a!) plan) -> ()");
