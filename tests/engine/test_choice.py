@@ -30,10 +30,10 @@ def token(seed, position):
 
 
 class Bench:
-    """A scheduler with a clock. The host's 1.3 ms for a plan are hidden, but for `gap` behind drafts."""
+    """A scheduler with a clock. The host's 1.3 ms for a plan are hidden where it may follow."""
 
-    def __init__(self, speculation, noise=0.0, seed=0, follows=True, gap=0.12e-3):
-        self.now, self.free, self.noise, self.gap = 0.0, 0.0, noise, gap
+    def __init__(self, speculation, noise=0.0, seed=0, follows=True):
+        self.now, self.free, self.noise = 0.0, 0.0, noise
         self.random = random.Random(seed)
         graphs = None if speculation is None else {size: device(size) for size in SIZES}
         self.scheduler, _ = make(
@@ -72,12 +72,9 @@ class Bench:
         while self.scheduler.has_unfinished or pending:
             while len(pending) < 2 and (plan := self.scheduler.schedule(lookahead=True)):
                 self.now += 0.8e-3
-                pending.append([plan, self.launched(plan) if plan.follows is None else None])
+                pending.append([plan, self.launched(plan)])
             plan, done = pending.pop(0)
             self.now = max(self.now, done)
-            if pending and pending[0][1] is None:
-                self.now += self.gap
-                pending[0][1] = self.launched(pending[0][0])
             self.scheduler.commit(plan, self.drawn(plan))
             steps.append((len(plan.chunks), plan.drafted))
             self.now += 0.5e-3
