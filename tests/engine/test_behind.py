@@ -219,6 +219,38 @@ def test_no_byte_is_another(kind, recorded, most, settled, monkeypatch):
         check_idle(engine)
 
 
+def test_it_is_launched_before_drafts_are_known(monkeypatch):
+    """So the device has it when it is through with them: all that is computed of it is begun."""
+    given, params, without = asked()
+    counts, wait = [], Pending.wait
+    with Engine.from_pretrained(build("Llama"), config=replace(CONFIG, speculation=GIVEN)) as engine:
+        make_late(engine, 0.0005)
+        runner, forwards = engine._worker._runner, []
+        forward = runner.forward
+        runner.forward = lambda batch: (forwards.append(batch), forward(batch))[1]
+
+        def waited(self):
+            pending = engine._loop._pending
+            counts.append((len(forwards), len(counts) + 1 + len(pending), [p.follows is not None for p, _ in pending]))
+            return wait(self)
+
+        monkeypatch.setattr(Pending, "wait", waited)
+        done = engine.generate(given, drafted(params, without))
+    assert [bits(one) for one in done] == [bits(other) for other in without]
+    assert all(computed == launched for computed, launched, _ in counts), counts
+    assert sum(behind == [True] for *_, behind in counts) > 10, counts
+
+
+def test_what_single_tokens_take_behind_drafts_counts():
+    """They are prepared beside these as any are beside others; so is a step of drafts, which is measured at once."""
+    scheduler, model, _ = scheduled((40, 40))
+    plan, source = scheduler.drafter.plan, iter(range(1 << 20))
+    scheduler.drafter.plan = lambda *args: plan(*args) if next(source) % 3 else []
+    plans = drain(scheduler, model, lookahead=True)
+    behind = {(plan.drafted > 0, plan.ahead) for plan in plans if plan.follows is not None}
+    assert behind == {(False, True), (True, False)}
+
+
 def fail(*_):
     raise RuntimeError("no more")
 
