@@ -245,7 +245,7 @@ def test_what_single_tokens_take_behind_drafts_counts():
     """They are prepared beside these as any are beside others; so is a step of drafts, which is measured at once."""
     scheduler, model, _ = scheduled((40, 40))
     plan, source = scheduler.drafter.plan, iter(range(1 << 20))
-    scheduler.drafter.plan = lambda *args: plan(*args) if next(source) % 3 else []
+    scheduler.drafter.plan = lambda *args, **how: plan(*args, **how) if next(source) % 3 else []
     plans = drain(scheduler, model, lookahead=True)
     behind = {(plan.drafted > 0, plan.ahead) for plan in plans if plan.follows is not None}
     assert behind == {(False, True), (True, False)}

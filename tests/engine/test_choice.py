@@ -9,6 +9,7 @@ import pytest
 from toy import make, request
 
 from vexact_engine import Speculation
+from vexact_engine.core import drafts
 from vexact_engine.core.plan import Sampled
 from vexact_engine.request import derive_seed
 
@@ -144,6 +145,35 @@ def test_graphs_are_filled(noise, monkeypatch):
 def test_however_often_drafts_are_right_they_lose_nothing(right, most):
     found, _ = ratios(64, given(), right=right)
     assert max(found) < most, found
+
+
+def test_sequences_end_at_about_one_time_unless_others_wait(monkeypatch):
+    """A step of who is left at the end takes hardly less time; of who waits none is let in before one has ended."""
+
+    def took(count, low, high):
+        seconds = []
+        for seed in range(3):
+            bench = Bench(given())
+            for _ in range(2):
+                bench.scheduler.reset_cache()
+                source, begin = random.Random(seed), bench.now
+                for number in range(count):
+                    answer = [token(derive_seed(number, 0), PROMPT + at) for at in range(source.randint(low, high))]
+                    draft = [one if source.random() < 0.7 else one + 1 for one in answer]
+                    prompt = [1000 * number + place for place in range(PROMPT)]
+                    bench.scheduler.add(
+                        request(prompt, max_new_tokens=len(answer), seed=number, draft=[draft], ignore_eos=True)
+                    )
+                bench.run()
+            seconds.append(bench.now - begin)
+        return sum(seconds)
+
+    found = {}
+    for share in (drafts._EVEN, 0.0):
+        monkeypatch.setattr(drafts, "_EVEN", share)
+        found[share] = took(64, NEW, NEW), took(150, 32, 400)
+    (together, waiting), (apart, unmoved) = found.values()
+    assert together < 0.98 * apart and waiting < 1.01 * unmoved, found
 
 
 def test_a_bad_beginning_starves_nobody():

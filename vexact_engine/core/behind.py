@@ -21,7 +21,7 @@ class Verifying:
         """Let decodes have more rows, where nothing else is computed: whatever waits comes first."""
         most, found = max(0, min(budget, MOST_VERIFIED - len(plan.chunks))), []
         try:
-            found = self.drafter.plan(plan.chunks, most, self._room, self._lengthen)
+            found = self.drafter.plan(plan.chunks, most, self._room, self._lengthen, even=not self.waiting)
         except Exception as error:  # of a model that drafts: as if the step itself had failed
             plan.failure = error
         for chunk, tokens in found:
