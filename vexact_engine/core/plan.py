@@ -23,7 +23,7 @@ class Chunk:
                    done it begins, and ends, where it does if none of them is right
     window         what its draft is cut from then: from as many tokens on as were right
     behind         of the chunk whose draft that is, the first row in its step, and the draft
-    later          the chunk of the same sequence in the plan behind this one, where this draft decides of that
+    later          the chunk of the same sequence in the plan behind this one, if this draft decides where it begins
     """
 
     sequence: Sequence

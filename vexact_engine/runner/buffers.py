@@ -146,10 +146,10 @@ class Host:
 
 @dataclass(frozen=True)
 class _Laid:
-    """A step's columns in a host's memory, from byte `first` to `end`, and what `move` is to know of them.
+    """A step's columns in a host's memory, from byte `first` to `end`.
 
     sizes       of the columns
-    pages       how many new ones there are behind the columns
+    pages       how many new ones there are behind them
     news        or those that have a copy of their own
     follow      of a step behind drafts what it depends on, and in which byte its words begin
     """

@@ -2,7 +2,7 @@
 
 The step is launched while the drafts are verified. It is laid as if none of them were right, with all that any outcome
 may need, `words`; on the device, behind what the step before has drawn and before anything is computed, its rows are
-moved to where they belong: by a kernel (`follow` in triton.py), or by `settle`, which is the same on a CPU.
+moved to where they belong: by a kernel (`settle` in triton.py), or by `settle` here, which is the same on a CPU.
 """
 
 import itertools
