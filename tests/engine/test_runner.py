@@ -180,8 +180,11 @@ def test_steps_of_few_sequences_have_graphs_of_their_own_where_those_win(recordi
             runner.graphs.capture()
             full = runner.graphs.mixed
     assert not asked, "what has been measured is not measured again"
-    lay = runner.buffers.lay
-    runner.buffers.lay = lambda step, body, *more: (sent.append((len(step.chunks), body)), lay(step, body, *more))[1]
+    send = runner.buffers.send
+    runner.buffers.send = lambda step, body, *a, **how: (
+        sent.append((len(step.chunks), body)),
+        send(step, body, *a, **how),
+    )[1]
     for prompt in PROMPTS[:5]:
         alone.scheduler.add(Request(prompt[:3], PARAMS[1]))
         plan, pending = alone.launch(False)

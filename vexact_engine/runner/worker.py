@@ -132,7 +132,7 @@ class Worker:
             raise plan.failure
         step = self._encoder.encode(plan)
         if plan.follows is not None:
-            return self._runner.launch(step, follow=Follow(plan, step))
+            return self._runner.launch(step, follow=Follow(plan))
         if self.images is None:
             return self._runner.launch(step)
         return self._runner.launch(step, scene_of(plan), plan.image_epoch)
