@@ -454,6 +454,10 @@ class Runner:
                 self.hidden[: body.draws].copy_(hidden)
         return hidden
 
+    def one_of_each(self) -> contextlib.AbstractContextManager:
+        """In a with block `compute` leaves layers out that launch what others do."""
+        return self.forward.one_of_each() if isinstance(self.forward, Decoder) else contextlib.nullcontext()
+
     def draw(self, head: Head, hidden: Tensor) -> None:
         """After its first rows."""
         columns = self.buffers.columns(head)
