@@ -296,6 +296,7 @@ struct FewSums {
 #pragma unroll
       for (int kk = 0; kk < kKeys / 16; ++kk)
         ldmatrix4(p[i][kk], shared_address(&s.rounded[ring][lane % 16][kk * 16 + lane / 16 * 8]));
+      const bool wanted = i + Shared::kRing < COUNT;  // soon: those who score write another of this block there
       if (FIRST + i == warp) {
         float2 x[2][kKeys / 8];
 #pragma unroll
@@ -305,6 +306,7 @@ struct FewSums {
           for (int j = 0; j < kKeys / 8; ++j)
             x[r][j] = *reinterpret_cast<const float2*>(&s.probabilities[ring][g + 8 * r][j * 8 + t * 2]);
         }
+        if (wanted) arrive_for_warp(shared_address(&s.taken[ring]));
 #pragma unroll
         for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -313,7 +315,7 @@ struct FewSums {
             l[r] = __fadd_rn(l[r], x[r][j].y);
           }
       }
-      arrive_for_warp(shared_address(&s.taken[ring]));  // behind a branch, as below
+      if (!wanted || FIRST + i != warp) arrive_for_warp(shared_address(&s.taken[ring]));  // behind a branch, as below
     }
     const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
     if (FIRST == 0) {
