@@ -11,6 +11,7 @@
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
 #include "gated_delta/stream.cuh"
+#include "gated_delta/wide.cuh"
 
 namespace vx {
 namespace {
@@ -106,11 +107,25 @@ void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, int dev
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
+template <class T, bool KEEP>
+void pass_wide(const GatedDeltaChunks& args, const delta::Prepared* prepared, int device, cudaStream_t stream) {
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(delta::wide_kernel<T, KEEP>, delta::kWideBytes<T>, device, allowed);
+  const dim3 grid(unsigned(args.hv * (args.dv / delta::kColumns)), unsigned(args.sequences));
+  delta::wide_kernel<T, KEEP><<<grid, delta::kWideThreads, delta::kWideBytes<T>, stream>>>(args, prepared);
+  VX_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class T, bool KEEP>
+void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, bool wide, int device, cudaStream_t stream) {
+  wide ? pass_wide<T, KEEP>(args, prepared, device, stream) : pass<T, KEEP>(args, prepared, device, stream);
+}
+
 template <class T>
-void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, int device,
+void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, bool wide, int device,
             cudaStream_t stream) {
   prepare<T>(rows, prepared, device, stream);
-  args.out ? pass<T, false>(args, prepared, device, stream) : pass<T, true>(args, prepared, device, stream);
+  args.out ? pass<T, false>(args, prepared, wide, device, stream) : pass<T, true>(args, prepared, wide, device, stream);
 }
 
 template <class T>
@@ -275,10 +290,10 @@ delta::Prepared* prepared_of(const Tensor& prepared, const GatedDeltaChunks& arg
   return reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * kPrepared));
 }
 
-// Whole sequences.
+// Whole sequences. wide: by the warpgroup instruction.
 void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                        std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
-                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm,
+                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm, bool wide,
                        std::optional<Tensor> out) {
   GatedDeltaChunks args = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const int64_t plane = int64_t(args.hv) * args.dk * args.dv, chunks = args.tokens / kChunk + args.sequences;
@@ -299,9 +314,9 @@ void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tens
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, rows, to, device, stream);
+    launch<__nv_bfloat16>(args, rows, to, wide, device, stream);
   else
-    launch<__half>(args, rows, to, device, stream);
+    launch<__half>(args, rows, to, wide, device, stream);
 }
 
 void check_out(const Tensor& out, const Tensor& like, const char* name) {

@@ -25,7 +25,7 @@ from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
 # columns of a head in a block; streamed: blocks stay, and the copy engine brings what they read
-TILES = {DECODE: ("64", "64 streamed"), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32",)}
+TILES = {DECODE: ("64", "64 streamed"), CHUNKS: ("32", "64"), WHOLE: ("32", "32 wide"), BACKWARD: ("32",)}
 STREAMED = 128  # dk that a kernel whose blocks stay takes
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
@@ -148,7 +148,7 @@ def _sequences(name, q, k, v, g, beta, cu_seqlens, initial_state, state, states,
         _native().chunks(*tensors, *[None] * 6, scale, l2norm, *_tile(name), out)
         return None
     prepared = _prepared(v, cu_seqlens)
-    _native().whole(*tensors, prepared, scale, l2norm, out)
+    _native().whole(*tensors, prepared, scale, l2norm, name.endswith("wide"), out)
     return prepared
 
 
