@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply_block(float (&d)[4][4], const Placed& x
 }
 
 // A warp's tiles of 16 rows to a column a thread.
-__device__ __forceinline__ void turn(float (&to)[kBlock], const float (&from)[4][4], float (*through)[kColumns + 8]) {
+__device__ __forceinline__ void to_columns(float (&to)[kBlock], const float (&from)[4][4], float (*through)[kColumns + 8]) {
   const int lane = threadIdx.x % 32, gid = lane / 4, tig = lane % 4;
 #pragma unroll
   for (int n = 0; n < 4; ++n)
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const GatedDeltaC
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[m][e] = fmaf(decay[e / 2], x[m][e] + 0.0f, y[m][e] + 0.0f);
         float o[kBlock], w[kBlock];
-        turn(o, x, turning);
+        to_columns(o, x, turning);
 #pragma unroll
         for (int j = 0; j < kBlock; ++j) w[j] = sh.w[n][first + j][lane] + 0.0f;
         sh.w_free[n].arrive();
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const GatedDeltaC
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[m][e] = x[m][e] - (y[m][e] + 0.0f);
         float z[kBlock], factors[kBlock];
-        turn(z, x, turning);
+        to_columns(z, x, turning);
 #pragma unroll
         for (int i = 0; i < kBlock; i += 4)
           *reinterpret_cast<float4*>(factors + i) = *reinterpret_cast<const float4*>(of.r + first + i);

@@ -25,7 +25,7 @@ from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
 # columns of a head in a block; streamed: blocks stay, and the copy engine brings what they read
-TILES = {DECODE: ("64", "64 streamed"), CHUNKS: ("32", "64"), WHOLE: ("32", "32 wide"), BACKWARD: ("32",)}
+TILES = {DECODE: ("64", "64 streamed"), CHUNKS: ("32", "64"), WHOLE: ("32", "32 wide"), BACKWARD: ("32", "32 wide")}
 STREAMED = 128  # dk that a kernel whose blocks stay takes
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
@@ -171,7 +171,7 @@ def _gradients(name, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, 
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
     own = torch.empty_like(states), torch.empty_like(us)
     between = _prepared(v, cu_seqlens) if prepared is None else prepared
-    options = prepared is not None, scale, l2norm
+    options = prepared is not None, scale, l2norm, name.endswith("wide")
     _native().backward(dout, dfinal, *rows, states, us, between, *options, *own, *grads, dinitial)
     return *grads, dinitial
 
