@@ -1,16 +1,11 @@
 // archs: 90a
 // Bindings and launches of gated_delta on SM90: bf16 and fp16, rows and slots on 16-byte boundaries.
-#include <algorithm>
-#include <atomic>
-#include <type_traits>
-
 #include "common/cuda.h"
 #include "common/values.h"
 #include "gated_delta/chunks.cuh"
 #include "gated_delta/decode.cuh"
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
-#include "gated_delta/stream.cuh"
 #include "gated_delta/wide_scan.cuh"
 
 namespace vx {
@@ -33,46 +28,6 @@ void launch(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
     case 128: return launch<T, 128>(args, device, stream);
     default: launch<T, 256>(args, device, stream);
   }
-}
-
-int multiprocessors(int device) {
-  static std::atomic<int> known[64];
-  int count = known[device & 63].load(std::memory_order_relaxed);
-  if (!count) {
-    VX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    known[device & 63].store(count);
-  }
-  return count;
-}
-
-// Slots of (sizes[2], sizes[1], sizes[0]) contiguous values in boxes of 128 bytes a row.
-CUtensorMap map_of(CUtensorMapDataType type, int bytes, void* from, const cuuint64_t (&sizes)[4], int64_t slot,
-                   const cuuint32_t (&box)[4]) {
-  const auto encode = sm90::encode_tiled();
-  const cuuint64_t strides[3] = {sizes[0] * bytes, sizes[0] * sizes[1] * bytes, cuuint64_t(slot) * bytes};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  CUtensorMap map;
-  STD_TORCH_CHECK(encode && encode(&map, type, 4, from, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS,
-                  "gated_delta: the driver makes no map of slots");
-  return map;
-}
-
-template <class T>
-void launch_streamed(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
-  const cuuint64_t hk = args.hk, hv = args.hv, dk = args.dk, dv = args.dv, slots = args.slot_count;
-  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  constexpr auto kWide = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-  const GatedDeltaMaps maps{map_of(kWide, 4, args.state, {dv, dk, hv, slots}, args.state_slot, {32, delta::kDepth, 1, 1}),
-                            map_of(type, 2, args.open_k, {dk, hk, kChunk, slots}, args.k_slot, {64, 1, kStreamBox, 1}),
-                            map_of(kWide, 4, args.open_w, {dv, hv, kChunk, slots}, args.w_slot, {32, 1, kStreamBox, 1})};
-  static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(delta::stream_kernel<T>, delta::kStreamBytes<T>, device, allowed);
-  const int64_t count = int64_t(args.sequences) * args.hv * (args.dv / kDecodeColumns);
-  STD_TORCH_CHECK(count < (1ll << 30), "gated_delta: too many sequences and heads");
-  const dim3 grid(unsigned(std::min(count, int64_t(kStreamBlocks) * multiprocessors(device))));
-  VX_CUDA_CHECK(sm90::launch_chained(delta::stream_kernel<T>, grid, kStreamThreads, delta::kStreamBytes<T>, stream, args, maps));
 }
 
 template <class T, int COLUMNS>
@@ -228,10 +183,10 @@ void check_out(const Tensor& out, const Tensor& v) {
                   "gated_delta: out: expected contiguous, as v");
 }
 
-// One row of each sequence that has one in this call; the others are left to another kernel. streamed: by blocks that stay.
+// One row of each sequence that has one in this call; the others are left to another kernel.
 void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor open_k, Tensor open_u,
                         Tensor open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm,
-                        bool streamed, Tensor out) {
+                        Tensor out) {
   GatedDeltaDecode args{};
   fill_rows(args, q, k, v, g, beta, cu_seqlens_q, scale, l2norm);
   fill_slots(args, q, state, open_k, open_u, open_g, slots, context_lens);
@@ -243,13 +198,10 @@ void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Ten
   if (args.sequences == 0 || args.tokens == 0) return;
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
-  const int device = q.get_device_index();
-  const bool is_bf16 = q.scalar_type() == ScalarType::BFloat16;
-  STD_TORCH_CHECK(!streamed || args.dk == delta::kDepth, "gated_delta: expected heads of ", delta::kDepth, " to be streamed");
-  if (streamed)
-    is_bf16 ? launch_streamed<__nv_bfloat16>(args, device, stream) : launch_streamed<__half>(args, device, stream);
+  if (q.scalar_type() == ScalarType::BFloat16)
+    launch<__nv_bfloat16>(args, q.get_device_index(), stream);
   else
-    is_bf16 ? launch<__nv_bfloat16>(args, device, stream) : launch<__half>(args, device, stream);
+    launch<__half>(args, q.get_device_index(), stream);
 }
 
 float* planes(const std::optional<Tensor>& t, const char* name, int64_t size) {

@@ -1,10 +1,9 @@
 """The GPU's own class on SM90: 16-bit inputs by the kernels of csrc/gated_delta, the rest by the Triton kernels.
 
-Single rows of sequences (decode.cuh, stream.cuh), chunks of a paged call (chunks.cuh), whole sequences (whole.cuh) and
-the backward (scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton kernels,
-and what they leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes is
-raced, and for single rows whether blocks stay, once for few blocks and once for more than the GPU runs at once; the
-kernel of chunks is a candidate for whole sequences too.
+Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whole sequences (whole.cuh) and the backward
+(scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton kernels, and what they
+leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes is raced, once for
+few blocks and once for more than the GPU runs at once; that kernel is a candidate for whole sequences too.
 """
 
 import functools
@@ -24,9 +23,8 @@ from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
-# columns of a head in a block; streamed: blocks stay, and the copy engine brings what they read
-TILES = {DECODE: ("64", "64 streamed"), CHUNKS: ("32", "64"), WHOLE: ("32", "32 wide"), BACKWARD: ("32", "32 wide")}
-STREAMED = 128  # dk that a kernel whose blocks stay takes
+# columns of a head in a block; wide: by the warpgroup instruction
+TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32", "32 wide"), BACKWARD: ("32", "32 wide")}
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -67,7 +65,7 @@ def route(call: Call) -> Decision:
     rule = _rule(call)
     if rule:
         return canonical_by_rule("triton", rule)
-    crowded = call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
+    crowded = call.part != DECODE and call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
     return _decision(call.device, *call[:1], *call[2:8], crowded)
 
 
@@ -183,8 +181,7 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
         run = triton.paged_tokens if part == DECODE else triton.paged_chunks
         run(q, k, v, g.contiguous(), beta.float().contiguous(), where, memory[0].shape[0], offsets, scale, l2norm, out)
     elif part == DECODE:
-        streamed = name.endswith("streamed")
-        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, streamed, out)
+        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, out)
     else:
         rows, of = (q, k, v, g, beta, offsets), (*memory, slots, context_lens)
         _native().chunks(*rows, None, None, None, None, *of, scale, l2norm, *_tile(name), out)
@@ -201,14 +198,13 @@ def _decision(
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
     kinds = (WHOLE, CHUNKS) if part == WHOLE else (part,)
     names = [f"sm90 {kind} {tile}" for kind in kinds for tile in TILES[kind]]
-    names = [name for name in names if dk == STREAMED or "streamed" not in name]
     sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}{' crowded' if crowded else ''}"
     return Proposal(
         f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
         [Candidate(name, functools.partial(_verified, part, name), source) for name in names],
         Candidate("triton", functools.partial(_verified, part, "triton"), digest.canonical("gated_delta")),
         lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded),
-        functools.partial(_race, part),
+        None if part == DECODE else functools.partial(_race, part),
     )
 
 
@@ -298,23 +294,14 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
         rows = q.to(dtype), k.to(dtype), v.to(dtype), g, beta if kind % 2 else beta.to(dtype)
         given = memory(1.0, states)
         found.append((rows, given, (slots, lens, offsets), None if kind == 0 else initial, l2norm))
-    # What is raced, the last one: rows at places all over a chunk, or whole sequences
-    if part == DECODE:
-        batch, each = CHUNK if crowded else 1, 1
-    else:
+    if part != DECODE:  # what is raced, the last one: whole sequences
         batch, each = (max(2, 256 * gpu.multiprocessors(device) // (hv * dv)), 256) if crowded else (1, 1024)
-    tokens, sequences = batch * each, batch
-    g, beta = gates()
-    rows = *(new(tokens, h, d).to(dtype) for h, d in ((hk, dk), (hk, dk), (hv, dv))), g, beta.to(dtype)
-    offsets = torch.arange(0, tokens + 1, each, dtype=torch.int32, device=device)
-    none = torch.full((batch,), -1, dtype=torch.int32, device=device)
-    held, step = memory(1.0, cancels), (none, none + each + 1, offsets)
-    if part == DECODE:
-        open_rows = new(batch, CHUNK, hk, dk).to(dtype), new(batch, CHUNK, hv, dv) * 0.3
-        held = [new(batch, hv, dk, dv), *open_rows, -new(batch, CHUNK, hv).abs().cumsum(1)]
-        slots = torch.arange(batch, dtype=torch.int32, device=device)
-        step = slots, slots + (CHUNK + 1 if crowded else CHUNK + CHUNK // 2), offsets
-    found.append((rows, held, step, None, l2norm))
+        tokens, sequences = batch * each, batch
+        g, beta = gates()
+        rows = *(new(tokens, h, d).to(dtype) for h, d in ((hk, dk), (hk, dk), (hv, dv))), g, beta.to(dtype)
+        offsets = torch.arange(0, tokens + 1, each, dtype=torch.int32, device=device)
+        none = torch.full((batch,), -1, dtype=torch.int32, device=device)
+        found.append((rows, memory(1.0, cancels), (none, none + each + 1, offsets), None, l2norm))
     return found
 
 
@@ -322,7 +309,7 @@ def _race(part: str, candidates, case) -> list[float | Exception]:
     rows, memory, step, initial, l2norm = case
     wide = *rows[:4], rows[4].float()
     whole = *wide, step[2], initial, 0.3, l2norm
-    if part in (DECODE, CHUNKS):
+    if part == CHUNKS:
         out = torch.empty_like(rows[2])
         run, given = functools.partial(_paged, part), (*rows, memory, step, 0.3, l2norm, out)
     elif part == WHOLE:
@@ -352,5 +339,6 @@ def admit(
 ) -> list[Decision]:  # fmt: skip
     """Verify ahead of time what a model of these heads needs, for few sequences and for many."""
     sizes = gpu.with_index(device), dtype, hk, hv, dk, dv, l2norm
-    parts = (DECODE, CHUNKS, WHOLE, *((BACKWARD,) if training else ()))
-    return [route(Call(part, *sizes, heads=heads)) for part in parts for heads in (1, 1 << 20)]
+    parts = (CHUNKS, WHOLE, *((BACKWARD,) if training else ()))
+    calls = [Call(part, *sizes, heads=heads) for part in parts for heads in (1, 1 << 20)]
+    return [route(call) for call in (Call(DECODE, *sizes), *calls)]
