@@ -58,35 +58,61 @@ __device__ __forceinline__ void widen_four(float (&to)[4], uint32_t upper, uint3
   to[0] = one.x, to[1] = one.y, to[2] = other.x, to[3] = other.y;
 }
 
-// This warp's 16 rows from `row` on, times the state: d + rows s^T.
+// A warp's 16 rows of keys or queries, from `row` on, as a left operand.
+using WideRows = float[kDepth / 8][4];
 template <class T>
-__device__ __forceinline__ void multiply_wide(float (&d)[4][4], const uint32_t (&rows)[kDepth / 16][4],
-                                              const Panel<kColumns>* s) {
-  float a[kDepth / 8][4];
+__device__ __forceinline__ void load_rows(WideRows& to, const T (*rows)[kDepth + 8], int row) {
+  const int lane = threadIdx.x % 32;
+  uint32_t x[kDepth / 16][4];
 #pragma unroll
-  for (int n = 0; n < kDepth / 8; ++n) widen_four<T>(a[n], rows[n / 2][n % 2 * 2], rows[n / 2][n % 2 * 2 + 1]);
+  for (int n = 0; n < kDepth / 16; ++n) load_matrix(x[n], &rows[row + lane % 16][16 * n + lane / 16 * 8]);
+#pragma unroll
+  for (int n = 0; n < kDepth / 8; ++n) widen_four<T>(to[n], x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
+}
+// The operand that lies `k` of K behind the first one.
+__device__ __forceinline__ uint64_t operand_behind(uint64_t first, int k) {
+  const uint32_t low = uint32_t(first) + (k / 32 * int(sizeof(Panel<kColumns>)) + k % 32 * 4) / 16;
+  return (first & 0xffffffff00000000) | low;
+}
+// d + rows s^T, s being the state.
+__device__ __forceinline__ void multiply_wide(float (&d)[4][4], const WideRows& rows, const Panel<kColumns>* s) {
+  const uint64_t from = operand_of<kColumns>(s, 0, 0);
   sm90::wgmma_begin();
 #pragma unroll
-  for (int n = 0; n < kDepth / 8; ++n) wide_product(d, a[n], operand_of<kColumns>(s, 0, 8 * n));
+  for (int n = 0; n < kDepth / 8; ++n) wide_product(d, rows[n], operand_behind(from, 8 * n));
   sm90::wgmma_commit();
 }
-template <class T>
-__device__ __forceinline__ void load_rows(uint32_t (&to)[kDepth / 16][4], const T (*rows)[kDepth + 8], int row) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int n = 0; n < kDepth / 16; ++n) load_matrix(to[n], &rows[row + lane % 16][16 * n + lane / 16 * 8]);
-}
 
-// d + x w of a block of A or P and 16 rows of w. order: rows ascending in the accumulator, eight at a time
-__device__ __forceinline__ void multiply_block(float (&d)[4][4], const Placed& x, const float (*w)[kColumns + 4]) {
+// A block of A or P as a left operand of 16 rows.
+__device__ __forceinline__ void load_block(float (&to)[2][4], const Placed& x) {
   const int gid = threadIdx.x % 32 / 4, tig = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float4 four = *reinterpret_cast<const float4*>(x + in_block(gid, 8 * half + 2 * tig));
-    const float a[4] = {four.x, four.z, four.y, four.w};
+    to[half][0] = four.x, to[half][1] = four.z, to[half][2] = four.y, to[half][3] = four.w;
+  }
+}
+// d + x w of 16 rows of w. order: rows ascending in the accumulator, eight at a time
+__device__ __forceinline__ void multiply_block(float (&d)[4][4], const float (&x)[2][4], const float (*w)[kColumns + 4]) {
+  const int gid = threadIdx.x % 32 / 4, tig = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
     const float* const here = &w[8 * half + 2 * tig][gid];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) product(d[n], a, here[8 * n], here[8 * n + kColumns + 4]);
+    for (int n = 0; n < 4; ++n) product(d[n], x[half], here[8 * n], here[8 * n + kColumns + 4]);
+  }
+}
+
+// Of a block's rows those that there are, mostly all.
+template <class F>
+__device__ __forceinline__ void each_row(int count, F to) {
+  if (count >= kBlock) {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) to(i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i)
+      if (i < count) to(i);
   }
 }
 
@@ -170,17 +196,21 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const GatedDeltaC
         const int n = chunk % 2, use = chunk / 2, row = row_of(chunk), last = last_of(chunk);
         const auto& of = sh.of_q[n];
         sh.q_there[n].wait(use);
-        uint32_t rows[kDepth / 16][4];
+        WideRows rows;
         load_rows(rows, sh.q[n], first);
         float x[4][4] = {}, y[4][4] = {};
         sh.s_there[n].wait(use);
-        multiply_wide<T>(x, rows, sh.s[n]);
+        multiply_wide(x, rows, sh.s[n]);
         sm90::wgmma_wait<0>();
         sh.s_free[n].arrive();
         sh.w_there[n].wait(use);
         // order: blocks of 16 rows, ascending
 #pragma unroll 1
-        for (int m = 0; m < part; ++m) multiply_block(y, of.p[part * (part - 1) / 2 + m], &sh.rounded_w[n][kBlock * m]);
+        for (int m = 0; m < part; ++m) {
+          float left[2][4];
+          load_block(left, of.p[part * (part - 1) / 2 + m]);
+          multiply_block(y, left, &sh.rounded_w[n][kBlock * m]);
+        }
         const float decay[2] = {of.decay[first + gid], of.decay[first + gid + 8]};
 #pragma unroll
         for (int m = 0; m < 4; ++m)
@@ -206,9 +236,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const GatedDeltaC
           }
         sh.q_free[n].arrive();
         T* const to = static_cast<T*>(args.out) + int64_t(row + first) * v_step + int64_t(h) * args.dv + c0 + lane;
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i)
-          if (first + i < last) narrow(to[i * v_step], args.scale * o[i]);
+        each_row(last - first, [&](int i) { narrow(to[i * v_step], args.scale * o[i]); });
       }
     }
     return;
@@ -260,25 +288,29 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const GatedDeltaC
           *reinterpret_cast<float2*>(to + (64 * t + first + gid + 8 * half) * args.dv + 8 * n + 2 * tig) =
               float2{s[t][n][2 * half], s[t][n][2 * half + 1]};
   };
-  if (chunks) publish(0);
+  float u[kBlock] = {};  // of this warp's rows, a column a thread
+  const auto write_us = [&](int chunk) {
+    float* const to = args.us + int64_t(row_of(chunk) + first) * v_step + int64_t(h) * args.dv + c0 + lane;
+    each_row(last_of(chunk) - first, [&](int i) { to[i * v_step] = u[i]; });
+  };
+  const uint64_t of_added = operand_of<kColumns>(sh.added, 0, 0);
+  WideRows rows;  // of keys: this warp's of the next chunk
+  if (chunks) {
+    publish(0);
+    sh.k_there[0].wait(0);
+    load_rows(rows, sh.k[0], first);
+  }
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    const int n = chunk % 2, use = chunk / 2, row = row_of(chunk), last = last_of(chunk);
+    const int n = chunk % 2, use = chunk / 2, last = last_of(chunk);
     const auto& k = sh.k[n];
     const auto& of = sh.of_k[n].k;
-    sh.k_there[n].wait(use);
-    uint32_t rows[kDepth / 16][4];
-    load_rows(rows, k, first);
     float x[4][4] = {};
     sh.s_there[n].wait(use);
-    multiply_wide<T>(x, rows, sh.s[n]);
-    // Meanwhile, of this warp's dims: keys as a left operand, two of eight rows of each block and tile
-    uint32_t dims[4][2][4];
-#pragma unroll
-    for (int m = 0; m < 4; ++m)
-#pragma unroll
-      for (int t = 0; t < 2; ++t)
-        load_transposed(dims[m][t], &k[kBlock * m + lane % 8 + lane / 16 * 8][64 * t + first + lane / 8 % 2 * 8]);
-    if (KEEP) write_states(args.states + ((number + chunk) * args.hv + h) * plane + c0);
+    multiply_wide(x, rows, sh.s[n]);
+    if constexpr (KEEP) {  // behind the barrier that those wait for who read the state: it would wait for stores too
+      write_states(args.states + ((number + chunk) * args.hv + h) * plane + c0);
+      if (chunk) write_us(chunk - 1);
+    }
     const float beta[2] = {of.beta[first + gid], of.beta[first + gid + 8]};
     const float decay[2] = {of.decay[first + gid], of.decay[first + gid + 8]};
     float v[4][4];
@@ -295,82 +327,89 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const GatedDeltaC
       for (int e = 0; e < 4; ++e) x[m][e] = beta[e / 2] * fmaf(-decay[e / 2], x[m][e], v[m][e]) + 0.0f;
 
     float added[2][4][4] = {}, y[4][4] = {};
-    // order: blocks of 16 rows, ascending
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      if (block < part) {
-        sh.solved[block].wait(chunk);
-        multiply_block(y, of.a[part * (part - 1) / 2 + block], &sh.rounded_w[n][kBlock * block]);
-      } else if (block == part) {
-#pragma unroll
-        for (int m = 0; m < 4; ++m)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) x[m][e] = x[m][e] - (y[m][e] + 0.0f);
-        float z[kBlock], factors[kBlock];
-        to_columns(z, x, turning);
-#pragma unroll
-        for (int i = 0; i < kBlock; i += 4)
-          *reinterpret_cast<float4*>(factors + i) = *reinterpret_cast<const float4*>(of.r + first + i);
-        const auto& own = sh.of_k[n].own.of[block];
-        // order: the own block's rows, one fma each
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) {
-          float minus[kBlock];
-#pragma unroll
-          for (int j = 0; j < kBlock; j += 4)
-            if (j + 3 > i) *reinterpret_cast<float4*>(minus + j) = *reinterpret_cast<const float4*>(&own[i][j]);
-          const float multiplied = factors[i] * z[i] + 0.0f;
-#pragma unroll
-          for (int j = i + 1; j < kBlock; ++j) z[j] = fmaf(minus[j], multiplied, z[j]);
-        }
-        if (!KEEP && use) sh.w_free[n].wait(use - 1);
-        float w[kBlock];
-#pragma unroll
-        for (int i = 0; i < kBlock; ++i) {
-          w[i] = factors[i] * z[i];
-          sh.rounded_w[n][first + i][lane] = as_operand(w[i]);
-        }
-        sh.solved[block].arrive();
-#pragma unroll
-        for (int i = 0; i < kBlock; i += 8) {
-          float rest[8], eight[8];
-#pragma unroll
-          for (int e = 0; e < 8; e += 4)
-            *reinterpret_cast<float4*>(rest + e) = *reinterpret_cast<const float4*>(of.rest + first + i + e);
-#pragma unroll
-          for (int e = 0; e < 8; ++e) eight[e] = first + i + e < last ? as_operand(rest[e] * w[i + e]) : 0.0f;
-          const int at = first % 32 / 8 + i / 8;
-          put_eight(&sh.added[block / 2][0][0], lane * 32 + ((2 * at) ^ (lane % 8)) * 4, eight);
-        }
-        written_for_products();
-        sh.placed[block].arrive();
-        if (KEEP) {
-          float* const to = args.us + int64_t(row + first) * v_step + int64_t(h) * args.dv + c0 + lane;
-#pragma unroll
-          for (int i = 0; i < kBlock; ++i)
-            if (first + i < last) to[i * v_step] = z[i];
-        } else {
-#pragma unroll
-          for (int i = 0; i < kBlock; ++i) sh.w[n][first + i][lane] = w[i];
-          sh.w_there[n].arrive();
-        }
-      }
+    // order: rows ascending in the accumulator, eight at a time; a block behind those that are solved, for no warp is to
+    // wait for what is added
+    const auto add = [&](int block) {
+      uint32_t dims[2][4];  // of this warp's dims keys as a left operand: of each tile two of eight rows
       float left[2][2][4];
+      sm90::wgmma_wait<0>();  // what was added before needs its operands no more
+#pragma unroll
+      for (int t = 0; t < 2; ++t)
+        load_transposed(dims[t], &k[kBlock * block + lane % 8 + lane / 16 * 8][64 * t + first + lane / 8 % 2 * 8]);
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          widen_four<T>(left[t][half], dims[block][t][2 * half], dims[block][t][2 * half + 1]);
+        for (int half = 0; half < 2; ++half) widen_four<T>(left[t][half], dims[t][2 * half], dims[t][2 * half + 1]);
       sh.placed[block].wait(chunk);
       sm90::wgmma_begin();
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int t = 0; t < 2; ++t)
-          wide_product(added[t], left[t][half], operand_of<kColumns>(sh.added, 0, kBlock * block + 8 * half));
+        for (int t = 0; t < 2; ++t) wide_product(added[t], left[t][half], operand_behind(of_added, kBlock * block + 8 * half));
       sm90::wgmma_commit();
+    };
+    // order: blocks of 16 rows, ascending
+#pragma unroll 1
+    for (int block = 0; block < part; ++block) {
+      float a[2][4];
+      load_block(a, of.a[part * (part - 1) / 2 + block]);
+      if (block) add(block - 1);
+      sh.solved[block].wait(chunk);
+      multiply_block(y, a, &sh.rounded_w[n][kBlock * block]);
     }
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[m][e] = x[m][e] - (y[m][e] + 0.0f);
+    float factors[kBlock], w[kBlock];
+    to_columns(u, x, turning);
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 4)
+      *reinterpret_cast<float4*>(factors + i) = *reinterpret_cast<const float4*>(of.r + first + i);
+    const auto& own = sh.of_k[n].own.of[part];
+    // order: the own block's rows, one fma each
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      float minus[kBlock];
+#pragma unroll
+      for (int j = 0; j < kBlock; j += 4)
+        if (j + 3 > i) *reinterpret_cast<float4*>(minus + j) = *reinterpret_cast<const float4*>(&own[i][j]);
+      const float multiplied = factors[i] * u[i] + 0.0f;
+#pragma unroll
+      for (int j = i + 1; j < kBlock; ++j) u[j] = fmaf(minus[j], multiplied, u[j]);
+    }
+    if (!KEEP && use) sh.w_free[n].wait(use - 1);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      w[i] = factors[i] * u[i];
+      sh.rounded_w[n][first + i][lane] = as_operand(w[i]);
+    }
+    sh.solved[part].arrive();
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 8) {
+      float rest[8], eight[8];
+#pragma unroll
+      for (int e = 0; e < 8; e += 4)
+        *reinterpret_cast<float4*>(rest + e) = *reinterpret_cast<const float4*>(of.rest + first + i + e);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) eight[e] = first + i + e < last ? as_operand(rest[e] * w[i + e]) : 0.0f;
+      const int at = first % 32 / 8 + i / 8;
+      put_eight(&sh.added[part / 2][0][0], lane * 32 + ((2 * at) ^ (lane % 8)) * 4, eight);
+    }
+    written_for_products();
+    sh.placed[part].arrive();
+    if constexpr (!KEEP) {
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) sh.w[n][first + i][lane] = w[i];
+      sh.w_there[n].arrive();
+    }
+#pragma unroll 1
+    for (int block = max(part - 1, 0); block < 4; ++block) add(block);
     const float whole = of.whole[0];
+    if (chunk + 1 < chunks) {
+      sh.k_there[(chunk + 1) % 2].wait((chunk + 1) / 2);
+      load_rows(rows, sh.k[(chunk + 1) % 2], first);
+    }
     sm90::wgmma_wait<0>();
 #pragma unroll
     for (int t = 0; t < 2; ++t)
@@ -383,6 +422,8 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const GatedDeltaC
     if (!KEEP && chunk) sh.s_free[(chunk + 1) % 2].wait((chunk + 1) / 2 - 1);
     publish(chunk + 1);
   }
+  if constexpr (KEEP)
+    if (chunks) write_us(chunks - 1);
   if (args.final_state) write_states(args.final_state + whose);
 #endif
 }

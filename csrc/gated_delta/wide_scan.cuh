@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
         load_transposed(to[m][t], &rows[kBlock * m + lane % 8 + lane / 16 * 8][64 * t + first + lane / 8 % 2 * 8]);
   };
   // order: rows ascending
-  const auto multiply_dims = [&](float (&d)[2][4][4], const uint32_t (&dims)[4][2][4], const Panel<kColumns>* rows) {
+  const auto multiply_dims = [&](float (&d)[2][4][4], const uint32_t (&dims)[4][2][4], const Panel<kColumns>* rows, auto wait) {
+    const uint64_t from = operand_of<kColumns>(rows, 0, 0);
     float left[4][2][2][4];
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -113,14 +114,14 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
 #pragma unroll
         for (int t = 0; t < 2; ++t)
           widen_four<T>(left[m][half][t], dims[m][t][2 * half], dims[m][t][2 * half + 1]);
+    wait();
     sm90::wgmma_begin();
 #pragma unroll
     for (int m = 0; m < 4; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int t = 0; t < 2; ++t)
-          wide_product(d[t], left[m][half][t], operand_of<kColumns>(rows, 0, kBlock * m + 8 * half));
+        for (int t = 0; t < 2; ++t) wide_product(d[t], left[m][half][t], operand_behind(from, kBlock * m + 8 * half));
     sm90::wgmma_commit();
   };
   // Eight of this thread's column's rows, from `i` of this warp's on.
@@ -130,6 +131,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   };
 
   if (warp >= 4) {
+    const uint64_t of_d = operand_of<kColumns>(sh.d, 0, 0);
     for (int turn = 0; turn < chunks; ++turn) {
       const int n = turn % 2, use = turn / 2;
       const auto& of = sh.of_q[n];
@@ -161,13 +163,13 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
       // order: rows ascending
       sm90::wgmma_begin();
 #pragma unroll
-      for (int i = 0; i < kChunk / 8; ++i) wide_product(rows, left[i], operand_of<kColumns>(sh.d, 0, 8 * i));
+      for (int i = 0; i < kChunk / 8; ++i) wide_product(rows, left[i], operand_behind(of_d, 8 * i));
       sm90::wgmma_commit();
       uint32_t dims[4][2][4];
       load_dims(dims, sh.q[n]);
       sm90::wgmma_wait<0>();
       float added[2][4][4] = {};
-      multiply_dims(added, dims, sh.decayed);
+      multiply_dims(added, dims, sh.decayed, [] {});
       sm90::wgmma_wait<0>();
       sh.q_free[n].arrive();
       if (turn) sh.given_free.wait(turn - 1);
@@ -224,20 +226,27 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     sh.s_there.arrive();
   };
   auto& turning = sh.turning[part];
-  if (chunks) publish();
+  float w[kBlock] = {};  // the gradients of u of this warp's rows, a column a thread
+  const auto write_dus = [&](int turn) {
+    float* const to = args.dus + int64_t(row_of(turn) + first) * v_step + int64_t(h) * args.dv_size + c0 + lane;
+    each_row(last_of(turn) - first, [&](int i) { to[i * v_step] = w[i]; });
+  };
+  WideRows rows;  // of keys: this warp's of the next chunk
+  if (chunks) {
+    publish();
+    sh.k_there[0].wait(0);
+    load_rows(rows, sh.k[0], first);
+  }
   for (int turn = 0; turn < chunks; ++turn) {
-    const int n = turn % 2, use = turn / 2, last = last_of(turn);
+    const int n = turn % 2;
     const auto& k = sh.k[n];
     const auto& of = sh.of_k[n].k;
-    sh.k_there[n].wait(use);
-    uint32_t key[kDepth / 16][4];
-    load_rows(key, k, first);
     float x[4][4] = {};
     sh.s_there.wait(turn);
-    multiply_wide<T>(x, key, sh.s);
-    uint32_t dims[4][2][4];
-    load_dims(dims, k);
+    multiply_wide(x, rows, sh.s);
+    // Behind the barrier that those wait for who read the state: it would wait for stores too
     write_to(args.dstates + place_of(turn) * plane + c0);
+    if (turn) write_dus(turn - 1);
     const float rest[2] = {of.rest[first + gid], of.rest[first + gid + 8]};
     sh.given_there.wait(turn);
     float4 given[4];
@@ -291,7 +300,6 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
 #pragma unroll
         for (int j = i - 1; j >= 0; --j) z[j] = fmaf(minus[j], multiplied, z[j]);
       }
-      float w[kBlock];
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) {
         w[i] = factors[i] * z[i];
@@ -310,11 +318,9 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
       }
       written_for_products();
       sh.placed[part].arrive();
-      float* const to = args.dus + int64_t(row_of(turn) + first) * v_step + int64_t(h) * args.dv_size + c0 + lane;
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i)
-        if (first + i < last) to[i * v_step] = w[i];
     }
+    uint32_t dims[4][2][4];
+    load_dims(dims, k);
     float added[2][4][4];
     sh.of_outputs_there.wait(turn);
 #pragma unroll
@@ -325,10 +331,15 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
         added[t][m][0] = four.x, added[t][m][1] = four.y, added[t][m][2] = four.z, added[t][m][3] = four.w;
       }
     sh.of_outputs_free.arrive();
+    multiply_dims(added, dims, sh.added, [&] {
 #pragma unroll
-    for (int m = 3; m >= 0; --m) sh.placed[m].wait(turn);
-    multiply_dims(added, dims, sh.added);
+      for (int m = 3; m >= 0; --m) sh.placed[m].wait(turn);
+    });
     const float whole = of.whole[0];
+    if (turn + 1 < chunks) {
+      sh.k_there[(turn + 1) % 2].wait((turn + 1) / 2);
+      load_rows(rows, sh.k[(turn + 1) % 2], first);
+    }
     sm90::wgmma_wait<0>();
 #pragma unroll
     for (int t = 0; t < 2; ++t)
@@ -340,6 +351,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     if (turn + 1 == chunks) break;
     publish();
   }
+  if (chunks) write_dus(chunks - 1);
   if (args.dinitial) write_to(args.dinitial + whose);
 #endif
 }
