@@ -16,6 +16,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("peers_open(Tensor handle, int device) -> int");
   m.def("peers_close(int base, bool own, int device) -> ()");
   m.def("peers_gather(Tensor x, Tensor(a!) out, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
+  m.def("peers_place(Tensor? x, Tensor(a!) out, int since, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
+  m.def("peers_norm(Tensor? x, Tensor weight, Tensor residual, Tensor(a!) y, Tensor(b!) added, float eps, bool gemma, bool settled, int since, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
 
   // linear
   m.def("linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
@@ -26,6 +28,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // linear on a GPU: the numbers of its kernels, by what they are made with (vexact_ops/linear/tiles.py), the table of
   // those in use, and cublasLt's algorithms: tile, stages, cluster, swizzle and eight words of each
   m.def("linear_matmul(Tensor a, Tensor b, bool b_t, Tensor? bias, Tensor(a!) out, bool resume, int kernel) -> int");
+  m.def("linear_send(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, int kernel, Tensor bases, int rank) -> int");
+  m.def("linear_received(Tensor? x, Tensor weight, Tensor? bias, int m, int rows, int boxes, int ring, int ahead, int lead, int per_sm, int since, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("linear_skinny(int rows, int tokens, int boxes, int ring, int ahead, int lead, int per_sm) -> int");
   m.def("linear_tiled(int rows, int tokens, int cluster, int ring) -> int");
   m.def("linear_fma(int rows, int columns) -> int");
@@ -145,7 +149,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");
 
   // linear_silu_mul on SM90, of few rows and of more
-  m.def("linear_silu_mul_few(Tensor x, Tensor weight, bool gelu, int rows, int tokens, int boxes, int stages, int ahead, int lead, int per_sm, Tensor(a!) out) -> ()");
+  m.def("linear_silu_mul_few(Tensor x, Tensor weight, bool gelu, int rows, int tokens, int boxes, int stages, int ahead, int lead, int per_sm, Tensor(a!) out, Tensor? bases=None, int rank=0) -> ()");
   m.def("linear_silu_mul_wide(Tensor x, Tensor weight, bool gelu, int tokens, int width, int stages, Tensor(a!) out) -> ()");
 
   // linear_sample on SM90: what a row's draw needs of every block of its logits; many rows, and few by a kernel of these sizes; and

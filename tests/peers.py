@@ -81,6 +81,58 @@ def gathers(peers, rank: int, size: int, device) -> None:
             assert same(found[0].cpu(), once.repeat(1, size)), turn
 
 
+def sent(peers, rank: int, size: int, device) -> None:
+    """What is sent and received is what one rank computes of it all, whoever sends; in graphs too."""
+    g = torch.Generator().manual_seed(1)
+
+    def new(*shape, dtype=torch.bfloat16) -> torch.Tensor:
+        """Alike on all ranks."""
+        return torch.randn(shape, generator=g, dtype=torch.float32).to(dtype).to(device)
+
+    def own(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.chunk(size, dim)[rank].contiguous()
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, wide in ((1, 96), (5, 768), (64, 768), (131, 6144), (3, 12288), (300, 96), (700, 6144)):
+            x, residual, weight = new(rows, wide, dtype=dtype), new(rows, wide, dtype=dtype), new(wide, dtype=dtype)
+            assert same(peers.receive(own(x, 1)), x), (rows, wide, dtype)
+            for style in ("llama", "gemma"):
+                found = vx.rmsnorm_gather(own(x, 1), weight, 1e-6, residual, peers, style=style)
+                expected = vx.rmsnorm(x, weight, 1e-6, residual, style=style)
+                assert all(map(vx.same_bits, found, expected)), (rows, wide, dtype, style)
+    hidden, width = 768, 1536
+    o, up, down, norm = new(hidden, hidden), new(2 * width, hidden), new(hidden, width), new(hidden)
+    bias, gates = new(hidden), torch.cat([own(half, 0) for half in up.chunk(2)])
+
+    def whole(x, residual):
+        h, residual = vx.rmsnorm(vx.linear(x, o, bias), norm, 1e-6, residual)
+        return vx.rmsnorm(vx.linear(vx.linear_silu_mul(h, up), down), norm, 1e-6, residual)
+
+    def ranked(x, residual):
+        rows = own(o, 0), own(bias, 0)
+        if rank == 1:  # who has not sent what it computes sends it where it receives the others'
+            product = vx.linear(peers.receive(own(x, 1)), *rows)
+        else:
+            product = vx.linear_gather_send(own(x, 1), *rows, peers)
+        h, residual = vx.rmsnorm_gather(product, norm, 1e-6, residual, peers)
+        h = vx.linear_silu_mul_send(h, gates, None, peers)
+        return vx.rmsnorm_gather(vx.linear_gather_send(h, own(down, 0), None, peers), norm, 1e-6, residual, peers)
+
+    stream = vx.cuda_stream(device)
+    for rows in (1, 2, 4, 5, 8, 17, 64, 65):
+        x, residual = new(rows, hidden), new(rows, hidden)
+        assert all(map(vx.same_bits, ranked(x, residual), whole(x, residual))), rows
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream(device))
+            found: list = []
+            graph = vx.cuda_graph(lambda x=x, r=residual, found=found: found.__setitem__(slice(None), ranked(x, r)))
+            for turn in range(5):
+                x.copy_(new(rows, hidden))
+                graph()
+                stream.synchronize()
+                assert all(map(vx.same_bits, found, whole(x, residual))), (rows, turn)
+
+
 def main() -> None:
     rank, size, index, folder, what = (
         int(sys.argv[1]),
@@ -98,18 +150,23 @@ def main() -> None:
         def exchange(data: bytes) -> list[bytes]:
             return [b"\x01" * 64 if len(part) == 64 and r == 0 else part for r, part in enumerate(given(data))]
 
-    peers = vx.Peers(rank, size, device, exchange, limit=3.0 if what == "late" else 60.0)
-    if what == "late":
+    late = {
+        "late": lambda x: peers.gather(x),
+        "late, received": lambda x: peers.receive(x),
+        "late, normed": lambda x: vx.rmsnorm_gather(x, x.new_ones(16), 1e-6, x.new_zeros(1, 16), peers)[0],
+    }
+    peers = vx.Peers(rank, size, device, exchange, limit=3.0 if what in late else 60.0)
+    if what in late:
         if rank == 0:
             exchange_in(folder / "end", rank, size)(b"")
             return
         try:
-            peers.gather(torch.zeros(1, 8, dtype=torch.float32, device=device)).cpu()
+            late[what](torch.zeros(1, 8, dtype=torch.float32, device=device)).cpu()
         except RuntimeError:
             sys.stdout.write(f"missing: {peers.missing}\n")
         exchange_in(folder / "end", rank, size)(b"")
         return
-    gathers(peers, rank, size, device)
+    {"gathers": gathers, "unreachable": gathers, "sent": sent}[what](peers, rank, size, device)
     torch.cuda.synchronize()
     exchange(b"done")
     peers.close()

@@ -83,7 +83,13 @@ def extras() -> set[str]:
 
 NOT_OPS = {"BackendUnavailable"}  # of the public names: what is no function
 PATCHES = ("hf", "aten", "veomni")
-OPS = [name for name, module in vx._WHERE.items() if not module.startswith(("_core", "patch"))]
+# Of several processes: no example shows them.
+BETWEEN_RANKS = "linear_send", "linear_gather_send", "linear_silu_mul_send", "rmsnorm_gather"
+OPS = [
+    name
+    for name, module in vx._WHERE.items()
+    if not module.startswith(("_core", "patch")) and name not in BETWEEN_RANKS
+]
 
 
 def public() -> Iterator[tuple[str, Callable]]:

@@ -228,7 +228,9 @@ ELSEWHERE |= {
 }
 ELSEWHERE |= {"attention_latent_varlen", "attention_latent_paged"}
 ELSEWHERE |= {"linear_silu_mul_few", "linear_silu_mul_wide"}
-ELSEWHERE |= {"peers_take", "peers_open", "peers_close", "peers_gather"}  # which several processes call: test_peers.py
+# which several processes call: test_peers.py
+ELSEWHERE |= {"peers_take", "peers_open", "peers_close", "peers_gather", "peers_place", "peers_norm"}
+ELSEWHERE |= {"linear_send", "linear_received"}
 
 
 def other(tensor, dtype):

@@ -43,8 +43,17 @@ def test_columns_of_every_rank_in_their_order(size, tmp_path):
 
 @GPU
 @pytest.mark.process
-def test_a_rank_that_does_not_come_is_named(tmp_path):
-    assert [done.stdout for done in run(tmp_path, 2, "late")] == ["", "missing: 0\n"]
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_sent_is_what_one_gpu_computes(size, tmp_path):
+    for done in run(tmp_path, size, "sent"):
+        assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+
+
+@GPU
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["late", "late, received", "late, normed"])
+def test_a_rank_that_does_not_come_is_named(how, tmp_path):
+    assert [done.stdout for done in run(tmp_path, 2, how)] == ["", "missing: 0\n"]
 
 
 @GPU

@@ -51,6 +51,12 @@ _WHERE = {
     "cuda_stream": "_core.graph",
     "synchronize": "_core.graph",
     "Peers": "_core.peers",
+    "Sent": "_core.peers",
+    "linear_send": "linear.send",
+    "linear_awaited": "linear.send",
+    "linear_gather_send": "linear.send",
+    "linear_silu_mul_send": "linear_silu_mul.send",
+    "rmsnorm_gather": "rmsnorm.gather",
     "tune": "_core.tune",
     "recall": "_core.choices",
     "remember": "_core.choices",
@@ -117,6 +123,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from ._core.numerics import numerics as numerics
     from ._core.numerics import numerics_difference as numerics_difference
     from ._core.peers import Peers as Peers
+    from ._core.peers import Sent as Sent
     from ._core.proof.bitwise import different as different
     from ._core.proof.bitwise import same_bits as same_bits
     from ._core.tune import tune as tune
@@ -133,17 +140,22 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .layer_norm.op import layer_norm as layer_norm
     from .linear.bmm import bmm as bmm
     from .linear.op import linear as linear
+    from .linear.send import linear_awaited as linear_awaited
+    from .linear.send import linear_gather_send as linear_gather_send
+    from .linear.send import linear_send as linear_send
     from .linear_cross_entropy.op import linear_cross_entropy as linear_cross_entropy
     from .linear_cross_entropy.op import linear_logits as linear_logits
     from .linear_cross_entropy.op import linear_logprobs as linear_logprobs
     from .linear_sample.op import linear_sample as linear_sample
     from .linear_silu_mul.op import linear_silu_mul as linear_silu_mul
+    from .linear_silu_mul.send import linear_silu_mul_send as linear_silu_mul_send
     from .log_softmax.op import log_softmax as log_softmax
     from .mean.op import mean as mean
     from .mean.op import sum as sum
     from .moe_route.op import moe_route as moe_route
     from .patch.admit import admit as admit
     from .rmsnorm.gated import rmsnorm_gated as rmsnorm_gated
+    from .rmsnorm.gather import rmsnorm_gather as rmsnorm_gather
     from .rmsnorm.op import rmsnorm as rmsnorm
     from .rope.op import rope as rope
     from .rope.op import rope_cos_sin as rope_cos_sin

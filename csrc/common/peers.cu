@@ -1,6 +1,6 @@
 // Columns of ranks side by side, through memory of each other's GPUs. Bytes are moved and nothing is computed.
 //
-// Each rank has one piece of memory that the others write into:
+// Each rank has one piece of memory that the others write into: what common/sent.cuh says, and behind it
 //   arrived  (ranks, kBlocks) numbers: up to which round each block of each rank has written here
 //   rounds   (kBlocks) of this rank's own blocks
 //   slots    (2, ranks, kBlocks) of kSlot bytes, in turns
@@ -9,21 +9,27 @@
 // slot on each rank, says so there, waits for theirs, and puts them in place. Few bytes go as lines: whoever sees the
 // round in one has its bytes, so that they take one way and not two. Round n + 2 may overwrite what round n left:
 // whoever has sent anything of n + 1 had read it, for lines are of one round a launch.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstring>
+
 #include "common/chain.cuh"
 #include "common/cuda.h"
+#include "common/receive.cuh"
 #include "common/values.h"
 
 namespace vx {
 namespace {
 
-constexpr int kRanks = 8, kBlocks = 128, kThreads = 512;
+constexpr int kBlocks = 128, kThreads = 512;
 constexpr int64_t kSlot = 64 << 10, kLeast = 4 << 10;  // bytes of a block in a round, at most and at least
 constexpr int64_t kNumbers = 4ll * kBlocks * (kRanks + 1);
 constexpr int kLines = 4 * kThreads;
 constexpr int64_t kUnit = 8, kFew = kUnit * kLines * kBlocks;  // bytes of a line, and of all lines of a rank
 
 struct Places {
-  char* base[kRanks];
+  char* base[kRanks];  // behind what is sent
   int rank, ranks;
 };
 
@@ -51,25 +57,21 @@ __device__ uint32_t heard(const uint32_t* where) {
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(round) : "l"(where) : "memory");
   return round;
 }
-__device__ int64_t now() {
-  int64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
-
-__device__ void give_up(int rank, int* missing) {
-  *missing = 1 + rank;
-  __threadfence_system();
-  __trap();
-}
-
 // From SM90 on a gather stands in a chain of launches (launch_chained): it is there when the product before it ends, and
 // while it waits for other ranks the product after it asks for its weights. Before this returns it reads nothing.
-__device__ __forceinline__ void join_chain() {
+__device__ __forceinline__ void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   sm90::let_kernel_after_start();
+#endif
+}
+__device__ __forceinline__ void await_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   sm90::wait_for_kernel_before();
 #endif
+}
+__device__ __forceinline__ void join_chain() {
+  let_next_start();
+  await_before();
 }
 
 // The same as `gather`, of at most as many units as there are lines; `share` of them for a block.
@@ -178,15 +180,166 @@ __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t 
   if (threadIdx.x == 0) *rounds(here, block) = round;
 }
 
+// ---- what other kernels have sent (common/sent.cuh)
+
+constexpr int kEarly = 8;  // blocks, at most, that may begin to wait while others still compute: more would be in their way
+static_assert(kBlocks <= kReceivers);
+
+// out: `rows` of ranks * width units. x: this rank's, to be sent here; null where they were. early: whether to look for
+// lines before the kernel before has ended.
+__global__ void __launch_bounds__(kThreads) place_sent(const uint2* x, uint2* out, uint32_t rows, uint32_t width, bool early,
+                                                       const __grid_constant__ Sending sending, Receiving r) {
+  let_next_start();
+  if (!early) await_before();
+  const uint32_t round = round_of(r, blockIdx.x);
+  if (x)
+    for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < rows * width; i += gridDim.x * kThreads) {
+      const uint2 value = x[i];
+      sending.send(round, i, value.x, value.y);
+    }
+  const uint32_t wide = r.ranks * width, total = rows * wide;
+  for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < total; i += gridDim.x * kThreads) {
+    const uint32_t row = i / wide, column = i - row * wide, rank = column / width;
+    const int ranks[1] = {int(rank)};
+    const int64_t at[1] = {int64_t(row) * width + (column - rank * width)};
+    const bool live[1] = {true};
+    uint2 found[1];
+    receive(r, round, ranks, at, live, found);
+    await_before();
+    out[i] = found[0];
+  }
+  await_before();
+  __syncthreads();
+  count_round(r, round);
+}
+
+__device__ __forceinline__ float widened(float v) { return v; }
+__device__ __forceinline__ float widened(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float widened(__half v) { return __half2float(v); }
+template <class T>
+__device__ __forceinline__ T narrowed(float v) {
+  if constexpr (sizeof(T) == 4) return v;
+  else if constexpr (__is_same(T, __nv_bfloat16)) return __float2bfloat16_rn(v);
+  else return __float2half_rn(v);
+}
+
+template <class T>
+struct Norm {
+  const T *x, *weight, *residual;  // x: this rank's columns, to be sent here; null where they were
+  T *y, *added;
+  int rows, columns;               // of all ranks
+  float eps;
+  bool gemma;
+  bool early;  // look for lines, and read what else is there, before the kernel before has ended
+};
+
+// rmsnorm of what all ranks have, added to the residual, with the bits of rmsnorm/triton.py. COLUMNS of a row a thread, a
+// block for a row at a time; as many threads as hold the next power of two of columns, 32 at least.
+template <class T, int COLUMNS>
+__global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_constant__ Sending sending, Receiving r) {
+  constexpr int kEach = kSentUnit / sizeof(T), kUnits = COLUMNS / kEach;  // columns of a line; lines of a thread
+  __shared__ float parts[2][32];
+  let_next_start();
+  if (!a.early) await_before();
+  const uint32_t round = round_of(r, blockIdx.x);
+  const int width = a.columns / r.ranks, lines = width / kEach, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (a.x)
+    for (int row = blockIdx.x; row < a.rows; row += gridDim.x)
+      for (int i = threadIdx.x; i < lines; i += blockDim.x) {
+        const int64_t at = int64_t(row) * lines + i;
+        const uint2 value = reinterpret_cast<const uint2*>(a.x)[at];
+        sending.send(round, at, value.x, value.y);
+      }
+
+  int rank[kUnits], first[kUnits];
+  bool live[kUnits];
+  uint2 weight[kUnits], given[kUnits], found[kUnits];
+  const int begin = threadIdx.x * COLUMNS;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    const int column = begin + u * kEach;
+    live[u] = column < a.columns;
+    rank[u] = live[u] ? column / width : 0;
+    first[u] = live[u] ? (column - rank[u] * width) / kEach : 0;
+    weight[u] = found[u] = given[u] = make_uint2(0, 0);
+    if (live[u]) weight[u] = *reinterpret_cast<const uint2*>(a.weight + column);
+  }
+  int turn = 0;
+  for (int row = blockIdx.x; row < a.rows; row += gridDim.x, turn ^= 1) {
+    const int64_t start = int64_t(row) * a.columns + begin;
+    int64_t at[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      at[u] = int64_t(row) * lines + first[u];
+      if (live[u]) given[u] = __ldcg(reinterpret_cast<const uint2*>(a.residual + start + u * kEach));  // not what L1 has of it
+    }
+    receive(r, round, rank, at, live, found);
+    float h[COLUMNS], sums[COLUMNS];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      T x[kEach], more[kEach];
+      memcpy(x, &found[u], kSentUnit), memcpy(more, &given[u], kSentUnit);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        x[i] = narrowed<T>(widened(x[i]) + widened(more[i]));
+        h[u * kEach + i] = widened(x[i]);
+      }
+      memcpy(&given[u], x, kSentUnit);  // their sum
+    }
+    // order: neighbours are added pairwise, within a thread, a warp and a block; what is not there is +0
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) sums[i] = h[i] * h[i];
+#pragma unroll
+    for (int count = COLUMNS / 2; count > 0; count /= 2)
+#pragma unroll
+      for (int i = 0; i < count; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+    float sum = sums[0];
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0) parts[turn][warp] = sum;
+    __syncthreads();  // of two rows, so that a warp that is ahead writes where nobody reads
+    sum = lane < blockDim.x / 32 ? parts[turn][lane] : 0.0f;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(sum, float(a.columns)) + a.eps));
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      T w[kEach], y[kEach];
+      memcpy(w, &weight[u], kSentUnit);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        float normed = h[u * kEach + i] * scale;
+        if (!a.gemma) normed = widened(narrowed<T>(normed));
+        y[i] = narrowed<T>(normed * (a.gemma ? 1.0f + widened(w[i]) : widened(w[i])));
+      }
+      if (u == 0) await_before();
+      if (!live[u]) continue;
+      uint2 both;
+      memcpy(&both, y, kSentUnit);
+      *reinterpret_cast<uint2*>(a.y + start + u * kEach) = both;
+      *reinterpret_cast<uint2*>(a.added + start + u * kEach) = given[u];
+    }
+  }
+  await_before();
+  __syncthreads();
+  count_round(r, round);
+}
+
 template <class... Parameters, class... Arguments>
-void launch_kernel(void (*kernel)(Parameters...), unsigned grid, const Tensor& x, const Arguments&... arguments) {
+void launch_threads(void (*kernel)(Parameters...), unsigned grid, int threads, const Tensor& x,
+                    const Arguments&... arguments) {
   int major = 0;
   VX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, x.get_device_index()));
   if (major >= 9)
-    VX_CUDA_CHECK(sm90::launch_chained(kernel, dim3(grid), kThreads, 0, current_stream(x), arguments...));
+    VX_CUDA_CHECK(sm90::launch_chained(kernel, dim3(grid), threads, 0, current_stream(x), arguments...));
   else
-    kernel<<<grid, kThreads, 0, current_stream(x)>>>(static_cast<Parameters>(arguments)...);
+    kernel<<<grid, threads, 0, current_stream(x)>>>(static_cast<Parameters>(arguments)...);
   VX_CUDA_CHECK(cudaGetLastError());
+}
+
+template <class... Parameters, class... Arguments>
+void launch_kernel(void (*kernel)(Parameters...), unsigned grid, const Tensor& x, const Arguments&... arguments) {
+  launch_threads(kernel, grid, kThreads, x, arguments...);
 }
 
 template <class V>
@@ -215,7 +368,7 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   int* const word = mutable_values<int32_t>(missing, "missing", 1);
   if (!rows || !bytes) return;
   Places places{{}, int(rank), int(ranks)};
-  for (int i = 0; i < ranks; ++i) places.base[i] = reinterpret_cast<char*>(where[i]);
+  for (int i = 0; i < ranks; ++i) places.base[i] = reinterpret_cast<char*>(where[i]) + sent_bytes(int(ranks));
   const DeviceGuard guard = on_device_of(x);
   const uint64_t all = uint64_t(bytes) | uint64_t(data(x)) | uint64_t(data(out));
   const int64_t limit = limit_ms * 1000000;
@@ -232,12 +385,86 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   else launch<uint8_t>(x, out, rows, bytes, places, limit, word);
 }
 
+// out (T, ranks * bytes) uint8: what was sent before or, if it is given, here: this rank's x (T, bytes).
+void peers_place(std::optional<Tensor> x, Tensor out, int64_t since, Tensor bases, int64_t rank, int64_t limit_ms,
+                 Tensor missing) {
+  const Sending sending = Sending::of(bases, rank);
+  const Receiving r = Receiving::of(bases, rank, since, limit_ms, missing);
+  STD_TORCH_CHECK(out.scalar_type() == ScalarType::Byte && out.is_contiguous() && out.dim() == 2,
+                  "out: expected contiguous bytes");
+  const int64_t rows = out.size(0), wide = out.size(1) / kSentUnit, width = wide / sending.ranks;
+  STD_TORCH_CHECK(rows > 0 && width > 0 && width * sending.ranks * kSentUnit == out.size(1) && rows * width <= kSent &&
+                      reinterpret_cast<uintptr_t>(data(out)) % kSentUnit == 0,
+                  "peers_place: (", rows, ", ", out.size(1), ") bytes are no lines of ", sending.ranks, " ranks, or too many");
+  if (x) {
+    check_2d(*x, "x", rows, width * kSentUnit);
+    STD_TORCH_CHECK(x->scalar_type() == ScalarType::Byte && x->is_contiguous() &&
+                        reinterpret_cast<uintptr_t>(data(*x)) % kSentUnit == 0,
+                    "x: expected contiguous bytes on an 8-byte boundary");
+  }
+  const DeviceGuard guard = on_device_of(out);
+  const int64_t blocks = (rows * wide + kThreads - 1) / kThreads;
+  launch_kernel(place_sent, unsigned(blocks < kBlocks ? blocks : kBlocks), out, static_cast<const uint2*>(data(x)),
+                static_cast<uint2*>(mutable_data(out)), rows, width, !x && blocks <= kEarly, sending, r);
+}
+
+template <class T>
+void launch_norm(const Norm<T>& a, const Sending& sending, const Receiving& r, const Tensor& y) {
+  int threads = 32;
+  while (threads * 8 < a.columns && threads < 1024) threads *= 2;
+  const unsigned grid = unsigned(a.rows < kBlocks ? a.rows : kBlocks);
+  if (threads * 8 >= a.columns)
+    launch_threads(norm_sent<T, 8>, grid, threads, y, a, sending, r);
+  else
+    launch_threads(norm_sent<T, 16>, grid, threads, y, a, sending, r);
+}
+
+// rmsnorm of (T, N) columns of all ranks, sent before or, if they are given, here: this rank's x (T, N / ranks).
+// settled: weight and residual were there when the kernel that has sent them began.
+void peers_norm(std::optional<Tensor> x, Tensor weight, Tensor residual, Tensor y, Tensor added, double eps, bool gemma,
+                bool settled, int64_t since, Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
+  const Sending sending = Sending::of(bases, rank);
+  const Receiving r = Receiving::of(bases, rank, since, limit_ms, missing);
+  const ScalarType type = y.scalar_type();
+  const int64_t size = type == ScalarType::Float ? 4 : 2;
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+                  "y: expected float32, bfloat16 or float16");
+  STD_TORCH_CHECK(y.dim() == 2, "y: expected 2 dimensions");
+  const int64_t rows = y.size(0), columns = y.size(1), width = columns / sending.ranks;
+  STD_TORCH_CHECK(rows > 0 && width * sending.ranks == columns && width * size % kSentUnit == 0 && columns > 0 &&
+                      columns <= 16384 && rows * width * size <= kSent * kSentUnit,
+                  "peers_norm: (", rows, ", ", columns, ") are no lines of ", sending.ranks, " ranks, or too many");
+  const auto check = [&](const Tensor& t, const char* name, int64_t count, int64_t across) {
+    check_2d(t, name, count, across);
+    STD_TORCH_CHECK(t.scalar_type() == type && t.is_contiguous() && reinterpret_cast<uintptr_t>(data(t)) % kSentUnit == 0 &&
+                        t.get_device_index() == y.get_device_index(),
+                    name, ": expected contiguous rows of y's dtype on 8-byte boundaries");
+  };
+  if (x) check(*x, "x", rows, width);
+  check(residual, "residual", rows, columns), check(y, "y", rows, columns), check(added, "added", rows, columns);
+  check_1d(weight, "weight", columns);
+  STD_TORCH_CHECK(weight.scalar_type() == type && reinterpret_cast<uintptr_t>(data(weight)) % kSentUnit == 0 &&
+                      weight.get_device_index() == y.get_device_index(),
+                  "weight: expected y's dtype, on an 8-byte boundary");
+  const DeviceGuard guard = on_device_of(y);
+  const auto launch = [&]<class T>(T) {
+    const Norm<T> a{static_cast<const T*>(data(x)),  static_cast<const T*>(data(weight)),
+                    static_cast<const T*>(data(residual)), static_cast<T*>(mutable_data(y)),
+                    static_cast<T*>(mutable_data(added)),  int(rows), int(columns), float(eps), gemma,
+                    settled && !x && rows <= kEarly};
+    launch_norm(a, sending, r, y);
+  };
+  if (type == ScalarType::Float) launch(float());
+  else if (type == ScalarType::BFloat16) launch(__nv_bfloat16());
+  else launch(__half());
+}
+
 // found (1 + 8) int64: where it lies, and the handle by which other processes open it.
 void peers_take(Tensor found, int64_t ranks, int64_t device) {
   int64_t* const words = mutable_values<int64_t>(found, "found", 9);
   STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks, "peers_take: 2 to 8 ranks");
   const DeviceGuard guard(static_cast<int32_t>(device));
-  const size_t size = kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kLines);
+  const size_t size = sent_bytes(int(ranks)) + kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kLines);
   void* base = nullptr;
   VX_CUDA_CHECK(cudaMalloc(&base, size));
   static_assert(sizeof(cudaIpcMemHandle_t) == 64);
@@ -268,7 +495,11 @@ void peers_close(int64_t base, bool own, int64_t device) {
 }  // namespace
 }  // namespace vx
 
-STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) { m.impl("peers_gather", TORCH_BOX(&vx::peers_gather)); }
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
+  m.impl("peers_gather", TORCH_BOX(&vx::peers_gather));
+  m.impl("peers_place", TORCH_BOX(&vx::peers_place));
+  m.impl("peers_norm", TORCH_BOX(&vx::peers_norm));
+}
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CompositeExplicitAutograd, m) {
   m.impl("peers_take", TORCH_BOX(&vx::peers_take));
   m.impl("peers_open", TORCH_BOX(&vx::peers_open));

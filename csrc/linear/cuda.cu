@@ -35,6 +35,8 @@ class Kernel {
   virtual bool takes(bool is_f32) const { return !is_f32; }
   // False where it does not take this product; nothing is launched then.
   virtual bool run(const Product& p, cudaStream_t stream) = 0;
+  // Whether its columns go to other ranks as they are computed.
+  virtual bool sends() const { return false; }
 };
 
 struct CublasLt : Kernel {
@@ -89,8 +91,9 @@ struct Skinny : Kernel {
                                 rows,   x_rows, stages,   ahead,    lead,     p.out_f32};
     const int bytes = sm90::skinny_shared_bytes(rows, TOKENS, BOXES, stages);
     VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, sm90::kSkinnyThreads, bytes, stream, weight_map, x_map, args,
-                                       sm90::SkinnyStore<T>{}));
+                                       sm90::SkinnyStore<T>{p.sending ? *p.sending : Sending{}}));
   }
+  bool sends() const override { return true; }
 
   template <class T>
   void dispatch(const Product& p, cudaStream_t stream) const {
@@ -275,9 +278,11 @@ bool describe(const Tensor& a, const Tensor& b, bool b_t, const std::optional<Te
   return true;
 }
 
+// Where of `sending`: 3, nothing is written to out, and columns are on their way to every rank.
 // 1: done. 0: the canonical kernel has to do it (it has the same bits). -1: no kernel has been chosen yet. 2: a kernel would
 // take this product if the bias began on a 16-byte boundary, as libraries expect it to.
-int64_t linear_matmul(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, Tensor out, bool resume, int64_t kernel) {
+int64_t matmul(const Tensor& a, const Tensor& b, bool b_t, const std::optional<Tensor>& bias, const Tensor& out, bool resume,
+               int64_t kernel, const Sending* sending) {
   Product p;
   if (!describe(a, b, b_t, bias, out, resume, p)) return 0;
   if (reinterpret_cast<uintptr_t>(p.bias) % 16) return 2;
@@ -292,8 +297,24 @@ int64_t linear_matmul(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, 
     chosen = &kernels().at(kernel);
   }
   if (!chosen || !chosen->takes(p.is_f32)) return 0;
+  if (sending && chosen->sends() && !p.out_f32) p.sending = sending;
   const DeviceGuard guard = on_device_of(a);
-  return chosen->run(p, current_stream(a));
+  const bool done = chosen->run(p, current_stream(a));
+  return done && p.sending ? 3 : done;
+}
+
+int64_t linear_matmul(Tensor a, Tensor b, bool b_t, std::optional<Tensor> bias, Tensor out, bool resume, int64_t kernel) {
+  return matmul(a, b, b_t, bias, out, resume, kernel, nullptr);
+}
+
+// The columns of x weight^T + bias, sent to every rank where the kernel of this product can; else to out.
+int64_t linear_send(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, int64_t kernel, Tensor bases,
+                    int64_t rank) {
+  const Sending sending = Sending::of(bases, rank);
+  const int64_t columns = weight.size(0);
+  STD_TORCH_CHECK(columns % 4 == 0 && x.size(0) * columns / 4 <= kSent, "linear_send: (", x.size(0), ", ", columns,
+                  ") is no number of lines, or too many");
+  return matmul(x, weight, true, bias, out, false, kernel, &sending);
 }
 
 // A size of a kernel: of what does not fit, none is made.
@@ -371,6 +392,7 @@ std::vector<int64_t> linear_cublaslt_algorithms(int64_t device, bool is_f32, boo
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
   m.impl("linear_matmul", TORCH_BOX(&vx::linear_matmul));
+  m.impl("linear_send", TORCH_BOX(&vx::linear_send));
   m.impl("linear_choose", TORCH_BOX(&vx::linear_choose));
 }
 

@@ -4,6 +4,8 @@
 
 namespace vx {
 
+struct Sending;
+
 // out (m, n) = a (m, k) b (k, n) + bias. a and b are contiguous along k or along their other dimension; the distance of
 // their rows (columns) and of out's rows is in elements.
 struct Product {
@@ -18,6 +20,7 @@ struct Product {
   const void *a, *b, *bias;
   void* out;
   int device;
+  const Sending* sending = nullptr;  // where columns go instead of to out, if the kernel sends
 };
 
 }  // namespace vx

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "common/elect.cuh"
+#include "common/sent.cuh"
 #include "common/sm90.cuh"
 
 namespace vx::sm90 {
@@ -86,15 +87,63 @@ __device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], uint64_t weight
   }
 }
 
+template <class T>
+__device__ __forceinline__ uint32_t pair_of(T low, T high) {
+  uint16_t a, b;
+  static_assert(sizeof(T) == 2);
+  memcpy(&a, &low, 2), memcpy(&b, &high, 2);
+  return a | uint32_t(b) << 16;
+}
+
 #endif
 
 // What becomes of a tile: d[p][4 j + 2 h + i] is row 64 p + 16 warp + lane / 4 + 8 h of the weight's tile with row
-// m0 + 8 j + lane % 4 * 2 + i of x. Here it is stored.
+// m0 + 8 j + lane % 4 * 2 + i of x. Here it is stored, or sent to every rank: an even number of pairs of columns, no fp32.
+// `round`: what begin() gave, once the kernel before had ended.
 template <class T>
 struct SkinnyStore {
+  Sending sending;
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  __device__ __forceinline__ uint32_t begin() const { return sending.ranks ? sending.begin() : 0; }
+
   template <int PARTS, int HALF_TOKENS>
-  __device__ __forceinline__ void operator()(const SkinnyArgs& a, float (&d)[PARTS][HALF_TOKENS], int tile, int m0) const {
+  __device__ __forceinline__ void send(const SkinnyArgs& a, float (&d)[PARTS][HALF_TOKENS], int tile, int m0,
+                                       uint32_t round) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+      const int first = 64 * p + 16 * warp;
+      if (first >= a.rows) continue;
+      float bias[2] = {};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = first + lane / 4 + 8 * h, n = tile * a.rows + row;
+        if (a.bias && row < a.rows && n < a.n) bias[h] = widen(static_cast<const T*>(a.bias)[n]);
+      }
+      const int row = first + (lane & 8) + (lane >> 4) * 4, n = tile * a.rows + row;
+#pragma unroll
+      for (int j = 0; j < HALF_TOKENS / 4; ++j) {
+        if (m0 + 8 * j >= a.m) break;
+        uint32_t columns[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          T v[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) narrow(v[i], a.bias ? d[p][4 * j + 2 * h + i] + bias[h] : d[p][4 * j + 2 * h + i]);
+          columns[h] = two_columns(pair_of(v[0], v[1]));
+        }
+        const uint2 line = four_columns(columns[0], columns[1]);
+        const int m = m0 + 8 * j + lane % 4 * 2 + lane / 4 % 2;
+        if (row < a.rows && n < a.n && m < a.m) sending.send(round, (int64_t(m) * a.n + n) / 4, line.x, line.y);
+      }
+    }
+  }
+
+  template <int PARTS, int HALF_TOKENS>
+  __device__ __forceinline__ void operator()(const SkinnyArgs& a, float (&d)[PARTS][HALF_TOKENS], int tile, int m0,
+                                             uint32_t round) const {
+    if (sending.ranks) return send(a, d, tile, m0, round);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int p = 0; p < PARTS; ++p)
@@ -195,6 +244,7 @@ __global__ void __launch_bounds__(kSkinnyThreads)
   }
 
   wait_for_kernel_before();
+  const uint32_t round = epilogue.begin();
   int slot = 0;
   uint32_t phase = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -231,7 +281,7 @@ __global__ void __launch_bounds__(kSkinnyThreads)
       for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[p][i])::"memory");
     if (threadIdx.x == 0) barrier_arrive(empty + 8 * before);
 
-    epilogue(a, d, tile, m0);
+    epilogue(a, d, tile, m0, round);
   }
 #endif
 }

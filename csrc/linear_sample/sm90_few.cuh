@@ -23,8 +23,10 @@ struct FewEpilogue {
 
   static __device__ __forceinline__ void together() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
+  __device__ __forceinline__ int begin() const { return 0; }
+
   template <int PARTS, int HALF_TOKENS>
-  __device__ __forceinline__ void operator()(const SkinnyArgs&, float (&d)[PARTS][HALF_TOKENS], int tile, int m0) const {
+  __device__ __forceinline__ void operator()(const SkinnyArgs&, float (&d)[PARTS][HALF_TOKENS], int tile, int m0, int) const {
     static_assert(PARTS == 2);
     __shared__ Shared shared;
 #pragma unroll 1

@@ -17,7 +17,7 @@ struct GatedSizes {
 };
 
 template <class T, int TOKENS, int BOXES, int PARTS>
-void launch(const GatedSizes& s, const GatedOperands& o) {
+void launch(const GatedSizes& s, const GatedOperands& o, const Sending& sending) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
   auto kernel = sm90::skinny_kernel<T, TOKENS, BOXES, PARTS, sm90::GatedEpilogue<T>, sm90::PairedRows>;
   static std::atomic<uint64_t> allowed{0};
@@ -35,23 +35,28 @@ void launch(const GatedSizes& s, const GatedOperands& o) {
   const sm90::SkinnyArgs args{nullptr, o.out, o.out_ld, o.m, o.n, o.k, s.rows, x_rows, s.stages, s.ahead, s.lead, false};
   const int bytes = sm90::skinny_shared_bytes(s.rows, TOKENS, BOXES, s.stages);
   VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, sm90::kSkinnyThreads, bytes, o.stream, weight_map, x_map, args,
-                                     sm90::GatedEpilogue<T>{o.gelu}));
+                                     sm90::GatedEpilogue<T>{o.gelu, sending}));
 }
 
+// bases: to which ranks' memory columns are sent, instead of to out.
 void linear_silu_mul_few(Tensor x, Tensor weight, bool gelu, int64_t rows, int64_t tokens, int64_t boxes, int64_t stages,
-                         int64_t ahead, int64_t lead, int64_t per_sm, Tensor out) {
+                         int64_t ahead, int64_t lead, int64_t per_sm, Tensor out, std::optional<Tensor> bases,
+                         int64_t rank) {
   const GatedOperands o = gated_operands(x, weight, gelu, out);
   const GatedSizes s{small(rows), small(tokens), small(boxes), small(stages), small(ahead), small(lead), small(per_sm)};
   STD_TORCH_CHECK(sm90::skinny_exists(s.tokens, s.boxes) && s.rows >= 16 && s.rows <= 128 && s.rows % 16 == 0 &&
                       s.stages >= 2 && s.stages <= sm90::kSkinnyStages && s.per_sm <= 8 &&
                       sm90::skinny_shared_bytes(s.rows, s.tokens, s.boxes, s.stages) <= kGatedShared,
                   "linear_silu_mul: ", stages, " stages of ", rows, "x", tokens, "x", 64 * boxes, " are no kernel or do not fit");
+  const Sending sending = Sending::of(bases, rank);
+  STD_TORCH_CHECK(!sending.ranks || int64_t(o.m) * (o.n / 8) <= kSent, "linear_silu_mul: (", o.m, ", ", o.n / 2,
+                  ") are too many lines");
   const DeviceGuard guard = on_device_of(x);
   sm90::for_skinny(s.tokens, s.boxes, [&](auto t, auto b) {
     if (o.is_bf16)
-      s.rows > 64 ? launch<__nv_bfloat16, t(), b(), 2>(s, o) : launch<__nv_bfloat16, t(), b(), 1>(s, o);
+      s.rows > 64 ? launch<__nv_bfloat16, t(), b(), 2>(s, o, sending) : launch<__nv_bfloat16, t(), b(), 1>(s, o, sending);
     else
-      s.rows > 64 ? launch<__half, t(), b(), 2>(s, o) : launch<__half, t(), b(), 1>(s, o);
+      s.rows > 64 ? launch<__half, t(), b(), 2>(s, o, sending) : launch<__half, t(), b(), 1>(s, o, sending);
   });
 }
 

@@ -30,6 +30,7 @@ struct PairedRows {
 template <class T>
 struct GatedEpilogue {
   bool gelu;
+  Sending sending;  // of no ranks: stored
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   static __device__ __forceinline__ float rounded(float v) {
@@ -38,8 +39,11 @@ struct GatedEpilogue {
     return widen(result);
   }
 
+  __device__ __forceinline__ uint32_t begin() const { return sending.ranks ? sending.begin() : 0; }
+
   template <int PARTS, int HALF_TOKENS>
-  __device__ __forceinline__ void operator()(const SkinnyArgs& a, float (&d)[PARTS][HALF_TOKENS], int tile, int m0) const {
+  __device__ __forceinline__ void operator()(const SkinnyArgs& a, float (&d)[PARTS][HALF_TOKENS], int tile, int m0,
+                                             uint32_t round) const {
     constexpr int kPairs = HALF_TOKENS / 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -56,6 +60,19 @@ struct GatedEpilogue {
         gate_mul_all<true>(g, u, y);
       else
         gate_mul_all<false>(g, u, y);
+      if (sending.ranks) {
+#pragma unroll
+        for (int j = 0; j < kPairs / 2; ++j) {
+          if (m0 + 8 * j >= a.m) break;
+          T v[2];
+          narrow(v[0], y[2 * j]), narrow(v[1], y[2 * j + 1]);
+          const uint32_t columns = two_columns(pair_of(v[0], v[1]));
+          const uint2 line = four_columns(columns, columns);  // there are eight columns: lanes have the same line by twos
+          const int m = m0 + 8 * j + lane % 4 * 2 + lane / 4 % 2, column = n - lane / 4 + (lane >> 4) * 4;
+          if (!(lane & 8) && m < a.m) sending.send(round, (int64_t(m) * (a.n / 2) + column) / 4, line.x, line.y);
+        }
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const int m = m0 + i / 2 * 8 + lane % 4 * 2 + i % 2;

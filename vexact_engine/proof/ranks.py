@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..runner.batch import Batch
 from ..runner.decoder import Decoder, Weights
 from ..runner.memory import Memories
-from ..runner.ranks import RankedHead
+from ..runner.ranks import Alone, RankedHead
 from ..weights.cut import Cut, cut, shapes
 
 _PATIENCE = 600.0  # seconds for the slowest rank
@@ -32,7 +32,7 @@ class Meeting:
         return found
 
 
-class Thread:
+class Thread(Alone):
     """One of the ranks, as runner/ranks.py's Ranks has them."""
 
     def __init__(self, meeting: Meeting, rank: int):

@@ -20,7 +20,7 @@ from vexact_ops.patch.delta import by_head
 
 from .batch import Batch, rows_of
 from .memory import Caches
-from .ranks import Alone, Ranks, Tokens
+from .ranks import Alone, Columns, Ranks, Tokens, gathered
 
 _ALONE = Alone()
 _FEW = 16  # tokens of a sequence: with more attention waits for what was stored before it
@@ -115,32 +115,44 @@ class _Projections:
         joined = weights.together(*linears) if len(linears) > 1 else weights.rows(linears[0])
         self.joined, self.parts = joined, None if joined else [weights.rows(linear) for linear in linears]
 
-    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+    def __call__(self, x: Tensor, ranks: Ranks = _ALONE) -> Sequence[Tensor]:
         if self.joined is not None:
-            return vx.linear(x, *self.joined).split_with_sizes(self.sizes, 1)
-        return [vx.linear(x, weight, bias) for weight, bias in self.parts]
+            return ranks.project(x, *self.joined).split_with_sizes(self.sizes, 1)
+        return [ranks.project(x, weight, bias) for weight, bias in self.parts]
 
-    def whole(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor, ranks: Ranks = _ALONE) -> Tensor:
         """The columns side by side."""
         if self.joined is not None:
-            return vx.linear(x, *self.joined)
-        return torch.cat(self(x), 1)
+            return ranks.project(x, *self.joined)
+        return torch.cat(self(x, ranks), 1)
 
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        """Of gates and ups: silu_mul of them."""
+    def gated(self, x: Tensor, activation: str, ranks: Ranks) -> Tensor | Columns:
+        """Of gates and ups: silu_mul of them, of all ranks."""
         if self.joined is not None:
-            return vx.linear_silu_mul(x, *self.joined, activation=activation)
-        return vx.silu_mul(*self(x), activation=activation)
+            return ranks.linear_silu_mul(x, *self.joined, activation)
+        return ranks.later(vx.silu_mul(*self(x), activation=activation))
+
+
+class _RmsNorm:
+    __slots__ = ("eps", "style", "weight")
+
+    def __init__(self, weight: Tensor, eps: float, style: str):
+        self.weight, self.eps, self.style = weight, eps, style
+
+    def __call__(self, x: Tensor | Columns, residual: Tensor | None = None):
+        if isinstance(x, Columns) and residual is not None:
+            return x.normed(self.weight, self.eps, residual, self.style)
+        return vx.rmsnorm(gathered(x), self.weight, self.eps, residual, style=self.style)
 
 
 def norm_of(weights: Weights, norm: d.Norm | None) -> Callable | None:
-    """(x, residual=None) -> the norm's output; with a residual, as its op returns it."""
+    """(x, residual=None) -> the norm's output; with a residual, as its op returns it. x may be columns of ranks."""
     if norm is None:
         return None
     weight, bias, eps, style = weights.maybe(norm.weight), weights.maybe(norm.bias), norm.eps, norm.style
     if style == "layer":
-        return lambda x, residual=None: vx.layer_norm(x, weight, bias, eps, residual)
-    return lambda x, residual=None: vx.rmsnorm(x, weight, eps, residual, style=style)
+        return lambda x, residual=None: vx.layer_norm(gathered(x), weight, bias, eps, residual)
+    return _RmsNorm(weight, eps, style)
 
 
 def factor_of(weights: Weights, factor: d.Factor | None) -> float | Tensor | None:
@@ -205,13 +217,13 @@ class _Attention:
 
     def __call__(
         self, x: Tensor, step: StepParts, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | Columns:
         tokens, (q_norm, k_norm) = step.tokens, self.norms
         slots, table = step.table if self.asked["window"] is None else step.windowed
         if self.alike is not None:
-            q, k, v = self.qkv.whole(x).view(tokens, -1, self.dim).split_with_sizes(self.alike, 1)
+            q, k, v = self.qkv.whole(x, self.ranks).view(tokens, -1, self.dim).split_with_sizes(self.alike, 1)
         else:
-            q, k, v = self.qkv(x)
+            q, k, v = self.qkv(x, self.ranks)
             if self.gated:
                 q, gate = q.view(tokens, self.heads, 2 * self.dim).split_with_sizes((self.dim, self.dim), 2)
             if self.across[0]:
@@ -238,10 +250,10 @@ class _Attention:
         out = rows_of(out, rows)
         if self.gated:
             out = vx.sigmoid_mul(out, rows_of(gate, rows))
-        out = self.ranks.gather(out.flatten(1))
+        out = self.ranks.later(out.flatten(1))
         if self.out_norm is not None:
             out = self.out_norm(out)
-        return self.ranks.gather(vx.linear(out, *self.o))
+        return self.ranks.linear(out, *self.o)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.norms
@@ -285,7 +297,7 @@ class _Latent:
 
     def __call__(
         self, x: Tensor, step: StepParts, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | Columns:
         slots, table = step.table if self.asked["window"] is None else step.windowed
         tokens, heads, rank, nope, rope = step.tokens, self.heads, self.rank, self.nope, self.rope
         q, compressed = self.down(x)
@@ -309,7 +321,7 @@ class _Latent:
         out = rows_of(out, rows)
         if self.absorbed:
             out = vx.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1)
-        return self.ranks.gather(vx.linear(self.ranks.gather(out.flatten(1)), *self.o))
+        return self.ranks.linear(self.ranks.later(out.flatten(1)), *self.o)
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -331,7 +343,7 @@ class _GatedDelta:
         keys = part.key_heads * part.k_dim
         self.widths = keys, keys, part.value_heads * part.v_dim
 
-    def __call__(self, x: Tensor, step: StepParts, *slots: Tensor, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, step: StepParts, *slots: Tensor, rows: Tensor | None = None) -> Tensor | Columns:
         state, taps, *opened = slots
         parts = self.read(x) if self.sizes is None else self.read.whole(x).split_with_sizes(self.sizes, 1)
         qkv, z, b, a = by_head(*parts, *self.heads) if self.by_head else parts
@@ -347,7 +359,7 @@ class _GatedDelta:
         out, z = rows_of(out, rows), rows_of(z, rows)
         weight, eps = self.norm
         out = vx.rmsnorm_gated(out, z.unflatten(1, (-1, v_dim)), weight, eps)
-        return self.ranks.gather(vx.linear(self.ranks.gather(out.flatten(1)), *self.o))
+        return self.ranks.linear(self.ranks.later(out.flatten(1)), *self.o)
 
 
 class _Mlp:
@@ -358,24 +370,26 @@ class _Mlp:
         self.activation, self.gated, self.norm = part.activation, gated, norm_of(weights, part.norm)
         self.down = weights.rows(part.down)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ranks.gather(self.columns(x))
+    def __call__(self, x: Tensor) -> Tensor | Columns:
+        return self.ranks.linear(self._inner(x), *self.down)
 
     def columns(self, x: Tensor) -> Tensor:
         """A rank's of the output."""
-        if self.activation == "relu2" and self.gated:
+        return vx.linear(gathered(self._inner(x)), *self.down)
+
+    def _inner(self, x: Tensor) -> Tensor | Columns:
+        if self.gated and self.activation != "relu2":
+            h = self.up.gated(x, self.activation, self.ranks)
+            return h if self.norm is None else self.norm(h)
+        if self.gated:
             gate, up = self.up(x)
             h = gate.relu().square() * up
-        elif self.gated:
-            h = self.up.gated(x, self.activation)
         elif self.activation != "relu2":
             h = vx.gelu(self.up.whole(x), approximate="tanh" if self.activation == "gelu_tanh" else "none")
         else:
             h = self.up.whole(x).relu().square()
-        h = self.ranks.gather(h)
-        if self.norm is not None:
-            h = self.norm(h)
-        return vx.linear(h, *self.down)
+        h = self.ranks.later(h)
+        return h if self.norm is None else self.norm(h)
 
 
 class _Mixture:
@@ -395,7 +409,7 @@ class _Mixture:
         self.shared = None if part.shared is None else _Mlp(weights, part.shared, ranks)
         self.shared_gate = None if part.gate is None else weights.rows(part.gate)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | Columns:
         read, weight, added = x, self.router, self.added
         if self.cast:
             read, weight, added = x.float(), weight.float(), None if added is None else added.float()
@@ -406,13 +420,13 @@ class _Mixture:
             out = self._by_expert(x, chosen, ids)
             if self.shared is None:
                 return out
-            shared = self.shared(x)
+            shared = gathered(self.shared(x))
             return out + self._gated(x, shared)
         between = None if self.ranks.size == 1 else self.ranks.gather
         out = vx.fused_moe(x, *self.experts, chosen, ids, **self.gate, between=between)
         if self.shared is not None:
             out = out + self._gated(x, self.shared.columns(x))
-        return self.ranks.gather(out)
+        return self.ranks.later(out)
 
     def _gated(self, x: Tensor, shared: Tensor) -> Tensor:
         return shared if self.shared_gate is None else vx.sigmoid_mul(shared, vx.linear(x, *self.shared_gate))
@@ -441,17 +455,18 @@ class Block:
         self.before = norm_of(weights, block.before)
         self.after, self.factor = norm_of(weights, block.after), factor_of(weights, block.factor)
 
-    def read(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def read(self, x: Tensor | Columns, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the part is given, and the sum so far."""
         if self.before is None:
+            x = gathered(x)
             residual = x if residual is None else residual + x
             return residual, residual
         return (self.before(x), x) if residual is None else self.before(x, residual)
 
-    def then(self, x: Tensor) -> Tensor:
+    def then(self, x: Tensor | Columns) -> Tensor | Columns:
         if self.after is not None:
             x = self.after(x)
-        return x if self.factor is None else x * self.factor
+        return x if self.factor is None else gathered(x) * self.factor
 
 
 def _put(images: vx.patch.Encoded, rows: Tensor, x: Tensor) -> Tensor:
@@ -556,19 +571,22 @@ class Decoder:
             if i in self._left_out:
                 continue
             if seen is not None:
+                x = gathered(x)
                 seen(x if residual is None else x + residual)
             (first, *others), rows = layer, batch.rows if layer is last else None
             h, residual = first.read(x, residual)
+            residual = rows_of(residual, rows)  # there before columns of ranks are: a norm reads it while they come
             x = first.then(first.part(h, step, *kept, rows=rows))
-            residual = rows_of(residual, rows)
             for block in others:
                 h, residual = block.read(x, residual)
                 x = block.then(block.part(h))
             if i < len(added):  # to other tokens -0.0, which changes none
+                x = gathered(x)
                 residual = residual + x
                 x = rows_of(_put(batch.images, added[i], x.new_full((step.tokens, x.shape[1]), -0.0)), rows)
         if seen is not None:
+            x = gathered(x)
             seen(x + residual)
         if self.norm is None:
-            return x, residual
+            return gathered(x), residual
         return self.norm(x, residual)[0]

@@ -94,8 +94,8 @@ class _HeadForward:
         x = vx.linear(torch.cat((self._embedding_norm(x), self._hidden_norm(_before(batch))), 1), self._fc)
         first, *others = self._blocks
         h, residual = first.read(x, None)
-        x = first.then(first.part(h, step, paged.k_caches[0], paged.v_caches[0], rows=rows))
         residual = rows_of(residual, rows)
+        x = first.then(first.part(h, step, paged.k_caches[0], paged.v_caches[0], rows=rows))
         for block in others:
             h, residual = block.read(x, residual)
             x = block.then(block.part(h))

@@ -33,11 +33,46 @@ class Ranks(Protocol):
     def gather(self, x: Tensor) -> Tensor:
         """(T, C) of each rank -> (T, size * C), the columns in the order of ranks."""
 
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """vx.linear of this rank's rows of a weight, for this rank alone."""
+
+    def linear(self, x: "Columns | Tensor", weight: Tensor, bias: Tensor | None) -> "Columns | Tensor":
+        """vx.linear of this rank's rows of a weight: columns that all ranks are to have."""
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> "Columns | Tensor":
+        """vx.linear_silu_mul of this rank's rows of a weight, likewise."""
+
+    def later(self, own: Tensor) -> "Columns | Tensor":
+        """gather, once somebody needs it."""
+
     def only(self, x: Tensor) -> Tensor:
         """Of rows that one rank has and that are zeros (all bits) on the others, that one's."""
 
     def why(self) -> str:
         """What a failure of the device is due to, where that is known."""
+
+
+class Columns:
+    """Of each rank (T, C), not yet side by side. They are asked for before any others are computed.
+
+    own  this rank's
+    """
+
+    __slots__ = ("_peers", "own")
+
+    def __init__(self, own: "Tensor | vx.Sent", peers: "vx.Peers"):
+        self.own, self._peers = own, peers
+
+    def gathered(self) -> Tensor:
+        return self._peers.receive(self.own)
+
+    def normed(self, weight: Tensor, eps: float, residual: Tensor, style: str) -> tuple[Tensor, Tensor]:
+        """vx.rmsnorm of them, with a residual that was there before they were computed."""
+        return vx.rmsnorm_gather(self.own, weight, eps, residual, self._peers, style=style, settled=True)
+
+
+def gathered(x: Tensor | Columns) -> Tensor:
+    return x.gathered() if isinstance(x, Columns) else x
 
 
 class Alone:
@@ -49,6 +84,18 @@ class Alone:
         return x
 
     only = gather
+
+    def later(self, own: Tensor) -> Tensor:
+        return self.gather(own)
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return vx.linear(x, weight, bias)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.gather(vx.linear(x, weight, bias))
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        return self.gather(vx.linear_silu_mul(x, weight, bias, activation=activation))
 
     def why(self) -> str:
         return ""
@@ -85,6 +132,24 @@ class Group:
         _all_gather(_bytes(found), _bytes(x), group=self._group)
         return found.transpose(0, 1).reshape(rows, self.size * columns)
 
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return vx.linear(x, weight, bias) if self._peers is None else vx.linear_awaited(x, weight, bias)
+
+    def linear(self, x: Columns | Tensor, weight: Tensor, bias: Tensor | None) -> Columns | Tensor:
+        if self._peers is None:
+            return self.gather(vx.linear(x, weight, bias))
+        if isinstance(x, Columns):
+            return Columns(vx.linear_gather_send(x.own, weight, bias, self._peers), self._peers)
+        return Columns(vx.linear_send(x, weight, bias, self._peers), self._peers)
+
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Columns | Tensor:
+        if self._peers is None:
+            return self.gather(vx.linear_silu_mul(x, weight, bias, activation=activation))
+        return Columns(vx.linear_silu_mul_send(x, weight, bias, self._peers, activation=activation), self._peers)
+
+    def later(self, own: Tensor) -> Columns | Tensor:
+        return self.gather(own) if self._peers is None else Columns(own, self._peers)
+
     def only(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         if self._peers is not None:  # 0 + a whole number is that number
@@ -108,7 +173,9 @@ class Group:
             for rows, count in _TRIED:
                 seed = torch.Generator().manual_seed(1000 * self.rank + 10 * count + turn)
                 x = torch.randint(256, (rows, count), dtype=torch.uint8, generator=seed).to(self._device)
-                differ += not torch.equal(peers.gather(x), self.gather(x))
+                expected = self.gather(x)
+                differ += not torch.equal(peers.gather(x), expected)
+                differ += not torch.equal(peers.receive(x), expected)
         said = self.gather(torch.tensor([[differ]], dtype=torch.int64, device=self._device))
         if not said.any():
             return peers, ""

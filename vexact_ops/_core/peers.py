@@ -2,6 +2,7 @@
 long both take, `python -m benchmarks gather` says."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,19 @@ from torch import Tensor
 from . import native
 
 _MOST_RANKS = 8
+_LINE, _LINES, _NUMBERS = 8, 1 << 17, 128  # as in csrc/common/sent.cuh: bytes of columns in a line, lines, counters
+
+
+class Sent(NamedTuple):
+    """Columns of this rank that are on their way to all: what linear_send gives where there is no tensor.
+
+    since  rounds that were sent before this one since one was counted (csrc/common/sent.cuh)
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    since: int = 0
 
 
 class Peers:
@@ -71,6 +85,33 @@ class Peers:
             self._opened.append(int(self._bases[number]))
         return ""
 
+    def sends(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Whether so many rows and columns of each rank may be sent by the kernel that computes them, and received by
+        the one that needs them: the same on every rank."""
+        size = columns * dtype.itemsize
+        return rows > 0 and columns > 0 and size % _LINE == 0 and rows * size <= _LINE * _LINES
+
+    @property
+    def places(self) -> tuple[Tensor, int]:
+        """Where each rank's memory lies, in this process, and which rank this is: for kernels that send."""
+        return self._bases, self.rank
+
+    def receive(self, x: Tensor | Sent) -> Tensor:
+        """gather, of what may be `Sent` on any of the ranks: by lines where there is room for them. What was sent is
+        received before anything else is."""
+        if not self.sends(*kind_of(x)):
+            return self.gather(x)
+        rows, columns, dtype = kind_of(x)
+        out = torch.empty(rows, self.size * columns, dtype=dtype, device=self.device)
+        own = None if isinstance(x, Sent) else on_8(x).view(torch.uint8)
+        native.ops().peers_place(own, out.view(torch.uint8), since_of(x), *self.waiting)
+        return out
+
+    @property
+    def waiting(self) -> tuple[Tensor, int, int, Tensor]:
+        """places, for how many milliseconds a kernel that receives waits, and where it says for whom in vain."""
+        return *self.places, self._limit_ms, self._missing
+
     def gather(self, x: Tensor) -> Tensor:
         """(T, C) of each rank, alike in shape and dtype -> (T, size * C), the columns in the order of ranks. On the
         current stream, also in a CUDA graph."""
@@ -81,6 +122,15 @@ class Peers:
             parts = (t.view(torch.uint8) for t in (x, out))
             native.ops().peers_gather(*parts, self._bases, self.rank, self._limit_ms, self._missing)
         return out
+
+    def norm(
+        self, x: Tensor | Sent, weight: Tensor, eps: float, residual: Tensor, gemma: bool, settled: bool
+    ) -> tuple[Tensor, Tensor]:
+        """rmsnorm of receive(x) with a residual, and their sum, by one kernel that rmsnorm_gather verifies."""
+        y, added = torch.empty_like(residual), torch.empty_like(residual)
+        own = None if isinstance(x, Sent) else on_8(x)
+        native.ops().peers_norm(own, weight, residual, y, added, eps, gemma, settled, since_of(x), *self.waiting)
+        return y, added
 
     @property
     def missing(self) -> int | None:
@@ -96,3 +146,45 @@ class Peers:
         taken, self._taken = self._taken, 0
         if taken:
             native.ops().peers_close(taken, True, self.device.index)
+
+
+class Loopback(Peers):
+    """Memory of one rank in place of all: where a kernel that sends, or one that receives, is verified."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = 0, size, device
+        self._limit_ms, self._opened, self._taken = 10_000, [], 0
+        self._memory = torch.zeros(_NUMBERS + 2 * size * _LINES * 4, dtype=torch.int32, device=device)
+        self._bases = torch.full((size,), self._memory.data_ptr(), dtype=torch.int64)
+        self._missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+    def _lines(self, rank: int, count: int, turn: int) -> Tensor:
+        return self._memory[_NUMBERS:].view(2, self.size, _LINES, 4)[turn, rank, :count]
+
+    def begin(self, others: Sequence[Tensor] = ()) -> None:
+        """Nothing was ever sent, but by the last ranks `others` what the first round receives."""
+        self._memory.zero_()
+        for number, x in enumerate(others, self.size - len(others)):
+            words = x.contiguous().view(-1).view(torch.int32).view(-1, 2)
+            lines = self._lines(number, len(words), 1)
+            lines[:, ::2], lines[:, 1::2] = words, 1
+
+    def sent(self, rows: int, columns: int, dtype: torch.dtype, turn: int = 1) -> Tensor | None:
+        """What this rank has sent in the first round or, in turn 0, the second; None where lines are missing."""
+        lines = self._lines(0, rows * columns * dtype.itemsize // _LINE, turn)
+        if not (lines[:, 1::2] == (1 if turn else 2)).all():
+            return None
+        return lines[:, ::2].contiguous().view(-1).view(dtype).view(rows, columns)
+
+
+def kind_of(x: Tensor | Sent) -> tuple[int, int, torch.dtype]:
+    return x[:3] if isinstance(x, Sent) else (*x.shape, x.dtype)
+
+
+def since_of(x: Tensor | Sent) -> int:
+    return x.since if isinstance(x, Sent) else 0
+
+
+def on_8(x: Tensor) -> Tensor:
+    """Contiguous, from an 8-byte boundary."""
+    return x.contiguous() if x.data_ptr() % _LINE == 0 else x.clone(memory_format=torch.contiguous_format)

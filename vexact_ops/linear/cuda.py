@@ -107,6 +107,7 @@ def _settle(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, r
     return decision.final
 
 
+_chosen: dict["Product", str] = {}  # what linear_matmul computes them by
 _tuned: dict["Product", str] = {}  # what was chosen again where it stands
 
 
@@ -154,6 +155,7 @@ def _height(name: str) -> tuple:
 
 
 def _choose(name: str, *call) -> None:
+    _chosen[Product.of(*call)] = name
     _ops()[0].linear_choose(*call, CANONICAL if name == TRITON else _number(_kernels[name]))
 
 

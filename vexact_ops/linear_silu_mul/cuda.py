@@ -18,8 +18,10 @@ from torch import Tensor
 
 from .._core import digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
+from .._core.peers import Loopback, Peers, Sent
+from .._core.proof.bitwise import same_bits
 from ..linear import cuda as linear
-from ..linear import tiles
+from ..linear import cuda_send, tiles
 from ..linear.tiles import SHARED_BYTES, SMALL_M, Skinny
 from ..rmsnorm.triton import rmsnorm_fwd
 from ..silu_mul.triton import silu_mul_fwd
@@ -33,6 +35,25 @@ WIDE = [(tokens, width) for tokens in (64, 128, 192, 256) for width in (128, 192
 def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
     chosen = route(Call.of(x, weight, bias)).chosen
     return _unfused(x, weight, bias, gelu) if chosen.name == UNFUSED else chosen.run(x, weight, gelu)
+
+
+def linear_silu_mul_send(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, peers: Peers) -> Tensor | Sent:
+    """linear_silu_mul, or its columns on their way to every rank, where this product's kernel sends them."""
+    call = Call.of(x, weight, bias)
+    chosen = route(call).chosen
+    if chosen.name == UNFUSED:
+        return _unfused(x, weight, bias, gelu)
+    tile, out = chosen.run.args[0], x.new_empty(x.shape[0], weight.shape[0] // 2)
+    if isinstance(tile, Skinny) and cuda_send.sends(peers, out):
+        tile = cuda_send.waiting(tile, call.n)
+        key = call._replace(rows=class_of(call.rows)), tile
+        if cuda_send.proved(_sending, key, functools.partial(_sends, *key)):
+            _native()[0](x, weight, gelu, *tile, out, *peers.places)
+            return Sent(*out.shape, out.dtype)
+    return chosen.run(x, weight, gelu)
+
+
+_sending: dict[tuple, bool] = {}
 
 
 class Call(NamedTuple):
@@ -127,6 +148,18 @@ def _decision(device: torch.device, dtype: torch.dtype, n: int, k: int, top: int
         _race,
         margin=0.01 if top <= SMALL_M else 0.005,  # of a chain, or of it and a copy: less may be chance
     )
+
+
+def _sends(call: Call, tile: Skinny) -> bool:
+    loop = Loopback(2, call.device)
+    for x, weight, gelu in _cases(call.device, call.dtype, call.n, call.k, call.rows):
+        expected = _run(tile, x, weight, gelu)
+        loop.begin()
+        _native()[0](x, weight, gelu, *tile, torch.empty_like(expected), *loop.places)
+        found = loop.sent(*expected.shape, expected.dtype)
+        if found is None or not same_bits(found, expected):
+            return False
+    return True
 
 
 def candidate(tile: Skinny | Wide, source: str) -> Candidate:
