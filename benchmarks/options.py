@@ -8,7 +8,20 @@ from pathlib import Path
 
 import torch
 
-from . import engine, gather, handover, images, peers, repeats, rl_step, rollout, speculation, start, training
+from . import (
+    engine,
+    gather,
+    handover,
+    handover_ranks,
+    images,
+    peers,
+    repeats,
+    rl_step,
+    rollout,
+    speculation,
+    start,
+    training,
+)
 from .shapes import SHAPES, Shape, free
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
@@ -19,6 +32,7 @@ PROGRAMS = {
     "engine": {"shape", "dtype", "peers", "peer_path", "model", "layers", "latent", "log"},
     "gather": {"rows"},
     "handover": {"shape", "repeats", "layers"},
+    "handover_ranks": {"shape", "repeats", "layers"},
     "images": {"repeats", "layers", "new", "seed"},
     "imports": {"repeats"},
     "memory": {"shape", "dtype", "rows"},
@@ -28,12 +42,14 @@ PROGRAMS = {
     "speculation": {"shape", "dtype", "model", "layers", "batch", "prompt", "new", "seed", "log"},
     "start": {"shape", "layers", "log"},
     "training": {"shape", "repeats", "layers"},
+    "trl_steps": {"shape", "model", "layers", "steps", "prompts", "samples", "new"},
     "verify": {"shape", "dtype", "model", "layers", "latent", "log"},
 }
 OWN = {
     "engine": engine,
     "gather": gather,
     "handover": handover,
+    "handover_ranks": handover_ranks,
     "images": images,
     "repeats": repeats,
     "rl_step": rl_step,
