@@ -188,7 +188,8 @@ def verified() -> str:
     for (machine, commit), names in groups.items():
         rows.append(f"| `vexact verify`, true sizes: {', '.join(names)} | {machine} | {commit} |")
     runs: dict[tuple, dict[str, list[str]]] = {}
-    for record in {(r["case"], r["backend"]): r for r in _records("main_ppo")}.values():
+    newest = {(r["case"], r["backend"], r["ranks"]): r for r in _records("main_ppo")}
+    for record in newest.values():
         if record["backend"] == "vexact" and not record["mismatched"]:
             of = tuple(record[name] for name in ("gpu", "ranks", "steps", "tokens", "commit"))
             family, engine, *layout = record["case"].split()

@@ -31,8 +31,7 @@ PAIRS = [
         Case(family, whole=True, ranks=ranks * ulysses, ulysses=ulysses),
     )
     for family in (DENSE, MIXTURE)
-    for ranks, ulysses, first in ((1, 4, MOST - 1), (2, 2, 0))
-    if ranks * ulysses <= MOST
+    for ranks, ulysses, first in (((1, 4, 3), (2, 2, 0)) if MOST >= 4 else ((1, 2, 1),))
 ]
 OTHERS = [
     Case(DENSE, ranks=4),
