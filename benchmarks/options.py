@@ -21,6 +21,7 @@ from . import (
     speculation,
     start,
     training,
+    ulysses,
 )
 from .shapes import SHAPES, Shape, free
 
@@ -43,6 +44,7 @@ PROGRAMS = {
     "start": {"shape", "layers", "log"},
     "training": {"shape", "repeats", "layers"},
     "trl_steps": {"shape", "model", "layers", "steps", "prompts", "samples", "new"},
+    "ulysses": {"shape", "repeats", "layers", "ranks"},
     "verify": {"shape", "dtype", "model", "layers", "latent", "log"},
 }
 OWN = {
@@ -55,7 +57,7 @@ OWN = {
     "rl_step": rl_step,
     "rollout": rollout,
 }
-OWN |= {"speculation": speculation, "start": start, "training": training}
+OWN |= {"speculation": speculation, "start": start, "training": training, "ulysses": ulysses}
 DTYPES = ("float32", "bfloat16", "float16")
 FREE = ("n", "k", "experts", "top_k", "heads", "kv_heads", "head_dim")
 OF_A_ROOM = {"shape", "dtype", "rows", "case", "peers", "peer_path", "repeats", "eager", "refcheck", "lengths", *FREE}
