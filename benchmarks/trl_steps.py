@@ -101,6 +101,7 @@ def _measure(args: argparse.Namespace, source: str) -> dict:
     from vexact_engine.trl import GRPOTrainer
 
     model, words, name = _model(args, source)
+    model.requires_grad_(True)
     data = Dataset.from_dict({"prompt": [f"Count to {n}:" for n in range(args.steps * args.prompts)]})
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
@@ -109,7 +110,7 @@ def _measure(args: argparse.Namespace, source: str) -> dict:
             num_generations=args.samples,
             max_completion_length=args.new,
             max_steps=args.steps,
-            learning_rate=1e-5,
+            learning_rate=1e-4,  # at which bf16 weights move
             logging_steps=1,
             report_to=[],
             save_strategy="no",
@@ -125,6 +126,8 @@ def _measure(args: argparse.Namespace, source: str) -> dict:
     differ, count = made.differ()
     logs = [log for log in made.state.log_history if "sampling/importance_sampling_ratio/min" in log]
     ratios = [log[f"sampling/importance_sampling_ratio/{which}"] for log in logs for which in ("min", "max")]
+    if not any(log["grad_norm"] > 0 for log in logs):
+        raise AssertionError(f"trl_steps: {name}: nothing was trained")
     if differ or not count or len(logs) != args.steps or {*ratios} != {1.0}:
         raise AssertionError(
             f"trl_steps: {name}: {differ} of {count} log-probabilities differ, ratios {ratios[:4]} ..."
