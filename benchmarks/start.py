@@ -132,7 +132,9 @@ def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
         with open(log, "w") as said:
             process = subprocess.Popen(command, env=os.environ | variables, stdout=said, stderr=said, cwd=ROOT)
             try:
-                while process.poll() is None:
+                ended = None
+                while ended is None:
+                    ended = process.poll()  # ahead of the last look
                     steps = file.read_text().count('"kind": "step"') if file.exists() else 0
                     seconds += [time.perf_counter() - begin] * (steps - len(seconds))
                     time.sleep(0.05)
