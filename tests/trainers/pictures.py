@@ -21,7 +21,7 @@ TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 WITH_TORCHVISION = all(importlib.util.find_spec(name) for name in ("torchvision", "qwen_vl_utils"))
 # For a GPU: layers of true dimensions and the whole tower, with few layers of text and a smaller vocabulary.
 TRUE = ("qwen3-vl-2b", "qwen3-vl-8b", "qwen3-vl-30b-a3b")  # benchmarks/images.py has their sizes
-TRUE_LAYERS, TRUE_VOCABULARY, TRUE_UNIT = 4, 32768, 64  # three layers have rows of the tower added
+TRUE_LAYERS, TRUE_VOCABULARY, TRUE_UNIT = 3, 32768, 64  # as many have rows of the tower added
 CLASSES = {"qwen2_5_vl": "Qwen2_5_VLProcessor"}  # of others Qwen3VLProcessor
 PROCESSOR = '''"""A family's processor, whose part for videos cuts frames into patches without resizing them."""
 
