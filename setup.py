@@ -75,7 +75,8 @@ if platform.machine() not in ("x86_64", "AMD64"):
 SECONDS = {
     ".cpp": 5,
     ".cu": 10,
-    "csrc/attention/cuda.cu": 120,
+    "csrc/attention/cuda.cu": 110,
+    "csrc/attention/few.cu": 60,
     "csrc/attention/latent.cu": 55,
     "csrc/gated_delta/cpu_kernels.cpp": 25,
     "csrc/grouped_linear/cuda.cu": 40,

@@ -117,7 +117,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
 
   // attention in the order of csrc/attention/flash.cuh; values out of range touch no memory that is not the arguments'
   m.def("attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, Tensor? sinks, float scale, int window, int segment, bool causal, Tensor? wanted, Tensor(a!) out, Tensor(b!) lse) -> ()");
-  m.def("attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, Tensor cu_seqlens_q, int max_seqlen_q, Tensor? sinks, float scale, int window, int segment, bool settled, bool few, Tensor? wanted, Tensor(a!)? partial, Tensor(b!) out) -> ()");
+  m.def("attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, Tensor cu_seqlens_q, int max_seqlen_q, Tensor? sinks, float scale, int window, int segment, bool settled, Tensor? wanted, Tensor(a!)? partial, Tensor(b!) out) -> ()");
+  m.def("attention_flash_few(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, Tensor cu_seqlens_q, int max_seqlen_q, Tensor? sinks, float scale, int window, bool settled, int tiles, Tensor(a!) out) -> ()");
   m.def("attention_latent_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, float scale, int window, int segment, bool causal, Tensor(a!)? joined, Tensor(b!) out, Tensor(c!) lse) -> ()");
   m.def("attention_latent_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens, Tensor cu_seqlens_q, float scale, int window, int segment, Tensor(a!)? joined, Tensor(b!)? partial, Tensor(c!) out) -> ()");
   m.def("attention_packed_plan(Tensor cu_seqlens, Tensor? cu_seqlens_k, int tokens, int keys, Tensor(a!) plan) -> ()");
@@ -141,8 +142,8 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // gated_delta on SM90: sequences with one row in the call; all others, or whole ones
   m.def("gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) open_k, Tensor(c!) open_u, Tensor(d!) open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, float scale, bool l2norm, Tensor(e!) out) -> ()");
   m.def("gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, Tensor(a!)? final_state, Tensor(b!)? states, Tensor(c!)? us, Tensor(d!)? state, Tensor? open_k, Tensor(e!)? open_u, Tensor? open_g, Tensor? slots, Tensor? context_lens, float scale, bool l2norm, int columns, Tensor(f!)? out) -> ()");
-  m.def("gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, Tensor(a!)? final_state, Tensor(b!)? states, Tensor(c!)? us, Tensor(d!) prepared, float scale, bool l2norm, Tensor(e!)? out) -> ()");
-  m.def("gated_delta_backward(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor states, Tensor us, Tensor(i!) prepared, bool is_prepared, float scale, bool l2norm, Tensor(a!) dstates, Tensor(b!) dus, Tensor(c!) dq, Tensor(d!) dk, Tensor(e!) dv, Tensor(f!) dg, Tensor(g!) dbeta, Tensor(h!)? dinitial_state) -> ()");
+  m.def("gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, Tensor(a!)? final_state, Tensor(b!)? states, Tensor(c!)? us, Tensor(d!) prepared, float scale, bool l2norm, bool wide, Tensor(e!)? out) -> ()");
+  m.def("gated_delta_backward(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor states, Tensor us, Tensor(i!) prepared, bool is_prepared, float scale, bool l2norm, bool wide, Tensor(a!) dstates, Tensor(b!) dus, Tensor(c!) dq, Tensor(d!) dk, Tensor(e!) dv, Tensor(f!) dg, Tensor(g!) dbeta, Tensor(h!)? dinitial_state) -> ()");
 
   // sampler
   m.def("sample(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor(a!) ids, Tensor(b!) logprobs, Tensor(c!) raw_logprobs) -> ()");

@@ -28,6 +28,7 @@ CASES = {
         "bf16 and (every_path or queries_stand or gradients_of_a_sequence)",
         "decode_of_few and (140-300 or 80-900) and heads8 or prompt_in_chunks and 16 or latent_gradients",
         "latent_keys and 16-torch and (None-None or 256-70)",
+        "few_queries_of_any and bf16",
     ),
     "fused_moe": (
         "bf16 and (stand_alone or empty_slots)",

@@ -457,12 +457,12 @@ def test_what_the_caller_has_switched_on_does_not_reach_the_kernels(where):
 
 
 def test_nothing_is_verified_or_remembered_inside_a_graph(monkeypatch):
-    monkeypatch.setattr(admit, "_capturing", lambda device: True)
+    monkeypatch.setattr(admit.graph, "settles_nothing", lambda device: True)
     decision = admitted(propose(SAME, cases=never), CPU)
     assert decision.chosen is CANONICAL and not decision.final and "CUDA graph" in decision.why
-    monkeypatch.setattr(admit, "_capturing", lambda device: False)
+    monkeypatch.setattr(admit.graph, "settles_nothing", lambda device: False)
     assert admitted(propose(SAME), CPU).chosen is SAME
-    monkeypatch.setattr(admit, "_capturing", lambda device: True)
+    monkeypatch.setattr(admit.graph, "settles_nothing", lambda device: True)
     assert admitted(propose(SAME, cases=never), CPU).chosen is SAME, "what is known serves there too"
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import vexact_ops as vx
+from vexact_ops._core import admit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
 
@@ -141,3 +142,26 @@ def test_shapes_are_settled_while_another_thread_captures():
         alone = torch.cat([vx.linear(x[i : i + 1], weight) for i in range(9)])
     assert not raised
     assert torch.equal(whole.view(torch.int16), alone.view(torch.int16))
+
+
+def test_no_graph_where_kernels_would_have_been_verified(monkeypatch):
+    """Canonical ones would be in it for good: who asks is told, verifies them outside, and has his graph then."""
+    proposal, x = propose(), torch.ones(3, device="cuda")
+    monkeypatch.setattr(admit, "_decisions", {})
+
+    def run():
+        admit.admitted(proposal, x.device)
+        x.add_(1)
+
+    assert vx.cuda_graph(run, if_settled=True) is None
+    assert vx.cuda_graph(run) is not None
+    run()
+    graph = vx.cuda_graph(run, if_settled=True)
+    x.zero_()
+    graph()
+    assert x.eq(1).all()
+
+
+def propose():
+    same = (admit.Candidate(name, lambda x: x + x, "v1") for name in ("same", "canonical"))
+    return admit.Proposal("twice", [next(same)], next(same), lambda: [(torch.ones(3, device="cuda"),)], ahead=False)

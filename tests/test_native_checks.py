@@ -67,7 +67,14 @@ def cases(t, device):
                 "attention_flash_paged": (
                     (
                         *(x(2, 2, 64), x(2, 8, 1, 64), x(2, 8, 1, 64), i(0, 1).view(2, 1), i(5, 8), i(0, 1, 2), 1),
-                        *(f(2), 0.1, 0, 128, True, False, None, f(2 * 1 * 2 * 66), x(2, 2, 64)),
+                        *(f(2), 0.1, 0, 128, True, None, f(2 * 1 * 2 * 66), x(2, 2, 64)),
+                    ),
+                    {},
+                ),
+                "attention_flash_few": (
+                    (
+                        *(x(3, 2, 64), x(2, 8, 1, 64), x(2, 8, 1, 64), i(0, 1).view(2, 1), i(5, 8), i(0, 1, 3), 2),
+                        *(f(2), 0.1, 0, True, 1, x(3, 2, 64)),
                     ),
                     {},
                 ),
@@ -275,6 +282,7 @@ def test_every_native_op_is_here():
     on_gpu |= {
         "attention_flash_varlen",
         "attention_flash_paged",
+        "attention_flash_few",
         "attention_packed_plan",
         "attention_paged_plan",
         "gated_delta_backward",

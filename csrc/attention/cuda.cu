@@ -3,11 +3,10 @@
 #include <type_traits>
 
 #include "attention/flash_decode.cuh"
-#include "attention/flash_launch.h"
+#include "attention/flash_persistent.h"
 #include "attention/flash_plan.cuh"
 #include "attention/flash_stream.cuh"
 #include "attention/flash_tile.cuh"
-#include "common/counters.h"
 
 namespace vx {
 namespace {
@@ -48,44 +47,19 @@ void launch_decode_with(const Args& a, int64_t blocks, int device, cudaStream_t 
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
-template <class T, int D, int DV, int ROWS, bool FEW = false>
-void launch_stream(const Args& a, const Maps& pages, int64_t blocks, int device, cudaStream_t stream) {
-  auto kernel = flash::stream_kernel<T, D, DV, ROWS, FEW>;
-  constexpr int bytes = sizeof(flash::StreamShared<D, DV, ROWS, FEW>);
+template <class T, int D, int DV, int ROWS>
+void launch_stream(const Args& a, const Maps& pages, int64_t items, int device, cudaStream_t stream) {
+  auto kernel = flash::stream_kernel<T, D, DV, ROWS>;
+  constexpr int bytes = sizeof(flash::StreamShared<D, DV, ROWS>);
   static_assert(bytes <= 227 << 10);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, bytes, device, allowed);
-  const dim3 grid(static_cast<unsigned>(blocks));
-  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, flash::kStreamThreads, bytes, stream, a, pages.k, pages.v));
+  launch_persistent(kernel, flash::kStreamThreads, bytes, a, pages, items, device, stream);
 }
 
 int64_t decode_items(const Args& a) {
   const int64_t row_tiles = (a.group + flash::kDecodeRows - 1) / flash::kDecodeRows;
   return a.sequences * row_tiles * a.hk * (a.partial ? a.segments : 1);
-}
-
-// As many as there are items, or multiprocessors: persistent, so that what comes next is on its way while the item before
-// is still computed with.
-template <class T, int D, int DV, int ROWS, bool FEW = false>
-void launch_persistent(const Args& a, const Maps& maps, int64_t items, int device, cudaStream_t stream) {
-  const int64_t count = multiprocessors(device);
-  Args early = a;  // of many items the first's start is not worth that its last keys come after its earlier ones
-  early.settled = a.settled && items <= 8 * count;
-  // Not all multiprocessors get the same bandwidth, nor sequences are of a length: who is done takes the next
-  if (items > count && items < int64_t(1) << 30) early.counter = reinterpret_cast<unsigned*>(Counters::of(stream, device));
-  launch_stream<T, D, DV, ROWS, FEW>(early, maps, items < count ? items : count, device, stream);
-}
-
-// Sequences of at most a.queries queries, those of one among them, whose keys are in boxes and in no segments.
-template <class T, int D, int DV>
-void launch_few(const Args& a, const Maps& maps, int device, cudaStream_t stream) {
-  const int64_t row_tiles = (int64_t(a.queries) * a.group + flash::kDecodeRows - 1) / flash::kDecodeRows;
-  const int64_t items = a.sequences * row_tiles * a.hk;
-  STD_TORCH_CHECK(items < int64_t(1) << 31, "attention: ", items, " items of decode in one call");
-  if constexpr (D == DV && (D == 64 || D == 128))
-    launch_persistent<T, D, DV, 16, true>(a, maps, items, device, stream);
-  else
-    STD_TORCH_CHECK(false, "attention: no kernel for few queries of head dims ", D, " and ", DV);
 }
 
 template <class T, int D, int DV>
@@ -96,8 +70,8 @@ void launch_decode(const Args& a, const Maps& maps, int device, cudaStream_t str
   bool done = false;
   if constexpr (D % 64 == 0 && DV % 64 == 0)
     if (a.box) {
-      a.group <= 8 ? launch_persistent<T, D, DV, 8>(a, maps, items, device, stream)
-                   : launch_persistent<T, D, DV, 16>(a, maps, items, device, stream);
+      a.group <= 8 ? launch_stream<T, D, DV, 8>(a, maps, items, device, stream)
+                   : launch_stream<T, D, DV, 16>(a, maps, items, device, stream);
       done = true;
     }
   if (!done) {
@@ -128,14 +102,6 @@ void for_sizes(const Tensor& q, int64_t dv, F f) {
   q.scalar_type() == ScalarType::BFloat16 ? typed(__nv_bfloat16{}) : typed(__half{});
 }
 
-const float* sinks_of(const std::optional<Tensor>& sinks, const Tensor& q) {
-  if (!sinks) return nullptr;
-  STD_TORCH_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() && sinks->numel() == q.size(1) &&
-                      sinks->is_cuda() && sinks->get_device_index() == q.get_device_index(),
-                  "sinks: expected contiguous float32 (", q.size(1), ",) on q's device");
-  return static_cast<const float*>(data(*sinks));
-}
-
 void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k,
                             std::optional<Tensor> sinks, double scale, int64_t window, int64_t segment, bool causal,
                             std::optional<Tensor> wanted, Tensor out, Tensor lse) {
@@ -161,7 +127,7 @@ void attention_flash_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Ten
 
 void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens,
                            Tensor cu_seqlens_q, int64_t max_seqlen_q, std::optional<Tensor> sinks, double scale,
-                           int64_t window, int64_t segment, bool settled, bool few_queries, std::optional<Tensor> wanted,
+                           int64_t window, int64_t segment, bool settled, std::optional<Tensor> wanted,
                            std::optional<Tensor> partial, Tensor out) {
   Args a = arguments(q, k_cache, v_cache, out, cu_seqlens_q, scale, window, segment, true);
   a.settled = settled, a.sinks = sinks_of(sinks, q);
@@ -171,10 +137,7 @@ void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   check_device(device);
-  const int64_t page_size = k_cache.size(1), keys = flash::keys_of(int(q.size(2)));
-  const bool fits = page_size % keys == 0 || (keys % page_size == 0 && page_size >= 8);
-  if (fits && a.pages > 0 && q.size(2) % 64 == 0 && v_cache.size(3) % 64 == 0)
-    a.box = int(page_size < keys ? page_size : keys);
+  a.box = box_of(a, q, v_cache);
   const int64_t values = int64_t(a.sequences) * a.segments * q.size(1) * (v_cache.size(3) + 2);
   const int64_t flags = int64_t(a.sequences) * a.segments * q.size(1);
   // Few rows may wait for their segments one by one, in multiprocessors that others do not need.
@@ -182,16 +145,8 @@ void attention_flash_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor bloc
   if (few && a.partial && q.size(1) * a.sequences <= multiprocessors(device) && partial->numel() >= values + flags)
     a.ready = reinterpret_cast<int32_t*>(a.partial + values);
   Maps maps{}, pages{};
-  if (a.box && max_seqlen_q > 1 && !few_queries) maps = {tensor_map(k_cache, a.box), tensor_map(v_cache, a.box)};
+  if (a.box && max_seqlen_q > 1) maps = {tensor_map(k_cache, a.box), tensor_map(v_cache, a.box)};
   if (a.box) pages = {page_map(k_cache, a.box), page_map(v_cache, a.box)};
-  if (few_queries) {
-    STD_TORCH_CHECK(a.box && !a.segment && !wanted && max_seqlen_q > 0 && max_seqlen_q <= flash::keys_of(int(q.size(2))),
-                    "attention: few queries: expected pages and blocks that fit, no segments, and not ", max_seqlen_q);
-    a.queries = int(max_seqlen_q);
-    return for_sizes(q, v_cache.size(3), [&](auto tag, auto d, auto dv) {
-      launch_few<decltype(tag), d(), dv()>(a, pages, device, stream);
-    });
-  }
   for_sizes(q, v_cache.size(3), [&](auto tag, auto d, auto dv) {
     using T = decltype(tag);
     launch_decode<T, d(), dv()>(a, pages, device, stream);

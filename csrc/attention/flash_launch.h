@@ -148,5 +148,21 @@ struct Maps {
   CUtensorMap k, v;
 };
 
+[[maybe_unused]] const float* sinks_of(const std::optional<Tensor>& sinks, const Tensor& q) {
+  if (!sinks) return nullptr;
+  STD_TORCH_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() && sinks->numel() == q.size(1) &&
+                      sinks->is_cuda() && sinks->get_device_index() == q.get_device_index(),
+                  "sinks: expected contiguous float32 (", q.size(1), ",) on q's device");
+  return static_cast<const float*>(data(*sinks));
+}
+
+// Keys that one box of the copy engine brings, where pages and blocks of keys fit each other; else 0.
+[[maybe_unused]] int box_of(const Args& a, const Tensor& q, const Tensor& v_cache) {
+  const int keys = flash::keys_of(int(q.size(2)));
+  const bool fits = a.page_size % keys == 0 || (keys % a.page_size == 0 && a.page_size >= 8);
+  if (!fits || a.pages == 0 || q.size(2) % 64 || v_cache.size(3) % 64) return 0;
+  return a.page_size < keys ? a.page_size : keys;
+}
+
 }  // namespace
 }  // namespace vx

@@ -5,14 +5,9 @@
 // scores runs ahead of who carries; the four that carry never wait for each other.
 //
 // Where all but the queries and a sequence's last key and value is settled, as the caller says, the first item is looked up
-// and its earlier blocks are fetched before the kernel before has ended.
-//
-// FEW: the same for sequences of a few queries, as where drafts are verified: the sixteen rows of a tile are the heads that
-// share keys at one position, then those at the next. What a row does not see is left out as flash_tile.cuh does it.
-// One file because its warps wait for each other.
+// and its earlier blocks are fetched before the kernel before has ended. Sequences of a few queries: flash_few.cuh.
 #pragma once
 #include "attention/flash_decode.cuh"
-#include "attention/flash_tile.cuh"
 #include "common/sm90.cuh"
 
 namespace vx::flash {
@@ -26,48 +21,14 @@ __device__ __forceinline__ int boxed_at(int row, int chunk, int rows) {
   return (row & -rows) * (WIDTH * 2) + ((chunk >> 3) * rows + (row & (rows - 1))) * 128 + ((chunk ^ row) & 7) * 16;
 }
 
-template <int D, int DV, int ROWS, bool FEW>
-struct StreamShared {
-  static constexpr bool kFew = FEW;
-  static constexpr int kKeys = keys_of(D);
-  static constexpr int kSlot = kKeys * (D > DV ? D : DV) * 2;
-  static constexpr int kSlots = (192 << 10) / kSlot;
-  static_assert(kSlots % 2 == 0);  // so that a slot holds keys only, or values only: nobody waits for what another fills
-  static constexpr int kRing = 32 / ROWS;  // blocks of probabilities between those who score and who carry
-  alignas(1024) uint8_t slots[kSlots][kSlot];
-  alignas(16) float probabilities[kRing][ROWS][kKeys + 8];
-  alignas(16) float high[kRing][ROWS], kept[kRing][ROWS];  // the maximum so far, and what is left of what was before it
-  float tops[2][4][ROWS];  // of a quarter of a block's keys
-  uint64_t full[kSlots], empty[kSlots], scored[kRing], taken[kRing];
-  static constexpr int kAhead = 8;  // items that who fetches may be ahead of who carries
-  int next[kAhead];
-  uint64_t named[kAhead], heard[kAhead];
-  int until[kMostSplit];  // segments of the sequences up to each, where segments are items
-};
-
-// A sequence, or one of its segments, and one head of its keys, of which a block has KEYS. Of FEW queries sixteen rows, of
-// which `rows` are there, and some see keys of [lo, hi), all of them those of [all_lo, all_hi).
-template <int KEYS, bool FEW>
+// A sequence, or one of its segments, and one head of its keys, of which a block has KEYS.
+template <int KEYS>
 struct Item {
   int sequence, split, head, row_tile, token, lo, hi, last, blocks;
-  int rows, shift, k_len, all_lo, all_hi;
   __device__ __forceinline__ Item(const Args& a, const int* until, int item, int heads) {
     const int which = item / heads, rest = item % heads;
     head = rest % a.hk, row_tile = rest / a.hk;
     sequence = which, split = 0;
-    if constexpr (FEW) {
-      const Extent queries = extent(a.q_at, sequence, a.tokens);
-      const int row0 = row_tile * kDecodeRows;
-      rows = min(queries.length * a.group - row0, kDecodeRows);
-      k_len = max(min(a.k_at[sequence], a.keys), 0), shift = k_len - queries.length;
-      const int first = shift + row0 / a.group, final = shift + (row0 + max(rows, 1) - 1) / a.group;  // places
-      token = rows > 0 ? queries.begin : -1;
-      hi = max(final + 1, 0), all_hi = max(first + 1, 0);
-      lo = a.window ? min(max(first + 1 - a.window, 0), hi) : 0, all_lo = a.window ? max(final + 1 - a.window, 0) : 0;
-      last = (hi - 1) / KEYS;
-      blocks = token >= 0 && hi > lo ? last - lo / KEYS + 1 : 0;
-      return;
-    }
     if (a.partial) {
       sequence = 0;
       for (int step = a.sequences > 1 ? kMostSplit / 2 : 0; step; step /= 2)
@@ -81,18 +42,31 @@ struct Item {
     }
     last = (hi - 1) / KEYS;
     blocks = token >= 0 && hi > lo ? last - lo / KEYS + 1 : 0;
-    rows = a.group - row_tile * kDecodeRows, k_len = hi, shift = hi - 1, all_lo = lo, all_hi = hi;
   }
   // The first block without keys that the kernel before may still be writing.
-  __device__ __forceinline__ int first_settled() const { return FEW ? last - max(shift, 0) / KEYS + 1 : 1; }
-  // Of row `row` of the tile: its token, from the sequence's first on, and its head.
-  __device__ __forceinline__ int2 place(const Args& a, int row) const {
-    const int at = row_tile * kDecodeRows + row;
-    return FEW ? int2{at / a.group, head * a.group + at % a.group} : int2{0, head * a.group + at};
-  }
+  __device__ __forceinline__ int first_settled() const { return 1; }
   __device__ __forceinline__ int* ready(const Args& a) const {
     return ready_at(a, sequence, split, row_tile, head);
   }
+};
+
+template <int D, int DV, int ROWS, int RING = 32 / ROWS, int SPLIT = kMostSplit>
+struct StreamShared {
+  using Item = flash::Item<keys_of(D)>;
+  static constexpr int kKeys = keys_of(D);
+  static constexpr int kSlot = kKeys * (D > DV ? D : DV) * 2;
+  static constexpr int kSlots = (192 << 10) / kSlot;
+  static_assert(kSlots % 2 == 0);  // so that a slot holds keys only, or values only: nobody waits for what another fills
+  static constexpr int kRing = RING;  // blocks of probabilities between those who score and who carry
+  alignas(1024) uint8_t slots[kSlots][kSlot];
+  alignas(16) float probabilities[kRing][ROWS][kKeys + 8];
+  alignas(16) float high[kRing][ROWS], kept[kRing][ROWS];  // the maximum so far, and what is left of what was before it
+  float tops[2][4][ROWS];  // of a quarter of a block's keys
+  uint64_t full[kSlots], empty[kSlots], scored[kRing], taken[kRing];
+  static constexpr int kAhead = 8;  // items that who fetches may be ahead of who carries
+  int next[kAhead];
+  uint64_t named[kAhead], heard[kAhead];
+  int until[SPLIT];  // segments of the sequences up to each, where segments are items
 };
 
 // How many segments there are; fills until where there are several sequences. All threads call it.
@@ -214,7 +188,7 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
   bool waited = !a.settled;
   Turns<Shared> turns(a, s, items);
   for (; turns.more(); HALF == 0 ? turns.name_next() : turns.next()) {
-    const Item<Shared::kKeys, Shared::kFew> it(a, s.until, turns.item, heads);
+    const typename Shared::Item it(a, s.until, turns.item, heads);
     const int32_t* table = a.table + it.sequence * a.table_row;
     // The page of this lane's box, of blocks n and on, and the place there; -1 for a box of which no key is seen.
     auto look_up = [&](int n) -> int2 {
@@ -263,35 +237,24 @@ __device__ __forceinline__ void fetch(const Args& a, Shared& s, const CUtensorMa
 // their probabilities. A maximum is the same in any order.
 template <class T, int D, int ROWS, class Shared>
 __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int items, int heads) {
-  constexpr bool FEW = Shared::kFew;
-  static_assert(!FEW || ROWS == 16);
   constexpr int kKeys = Shared::kKeys, kEach = kKeys / 4;  // of a block, and of a warp
   constexpr int kParts = kEach / (ROWS == 8 ? 16 : 8);     // products of a warp
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint32_t unit = 0, done = 0;
   for (Turns<Shared> turns(a, s, items); turns.more(); turns.next()) {
-    const Item<Shared::kKeys, Shared::kFew> it(a, s.until, turns.item, heads);
+    const typename Shared::Item it(a, s.until, turns.item, heads);
     if (it.blocks == 0) continue;
     // the query's fragments; rows beyond the group are zeros, and nothing of theirs is stored
     uint32_t qf[D / 16][4];
-    const char* q[2];
-    int row_lo[2] = {it.lo, it.lo}, row_hi[2] = {it.hi, it.hi};  // keys that the two rows see, of FEW
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int2 at = it.place(a, g + 8 * r);
-      q[r] = static_cast<const char*>(a.q) + (int64_t(it.token + at.x) * a.q_row + int64_t(at.y) * a.q_head) * 2;
-      if (FEW && g + 8 * r < it.rows) {
-        row_hi[r] = it.shift + at.x + 1;
-        row_lo[r] = a.window ? row_hi[r] - a.window : 0;
-      }
-    }
+    const int row0 = it.row_tile * kDecodeRows + g;
+    const char* q = static_cast<const char*>(a.q) + (int64_t(it.token) * a.q_row + int64_t(it.head * a.group) * a.q_head) * 2;
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int d = kk * 16 + (i >> 1) * 8 + t * 2;
-        const bool there = g + (i & 1) * 8 < it.rows && (ROWS > 8 || !(i & 1));
-        qf[kk][i] = there ? *reinterpret_cast<const uint32_t*>(q[i & 1] + d * 2) : 0u;
+        const int row = row0 + (i & 1) * 8, d = kk * 16 + (i >> 1) * 8 + t * 2;
+        const bool there = row < a.group && (ROWS > 8 || !(i & 1));
+        qf[kk][i] = there ? *reinterpret_cast<const uint32_t*>(q + (row * a.q_head + d) * 2) : 0u;
       }
     float m[2] = {-INFINITY, -INFINITY};  // of the two rows that this thread has scores of
     for (int n = 0; n < it.blocks; ++n, unit += 2, ++done) {  // order: blocks of keys from the last to the first
@@ -324,14 +287,12 @@ __device__ __forceinline__ void score(const Args& a, Shared& s, int warp, int it
         return warp * kEach + (ROWS == 8 ? j * 16 + e / 2 * 8 + g : j * 8 + t * 2 + e % 2);
       };
       const auto row_of = [&](int e) { return ROWS == 8 ? t * 2 + e % 2 : e / 2 * 8 + g; };
-      if (key0 < it.all_lo || key0 + kKeys > it.all_hi) {
+      if (key0 < it.lo || key0 + kKeys > it.hi) {
 #pragma unroll
         for (int j = 0; j < kParts; ++j)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int lo = FEW ? row_lo[e / 2] : it.lo, hi = FEW ? row_hi[e / 2] : it.hi;
-            if (key0 + key_of(j, e) < lo || key0 + key_of(j, e) >= hi) c[j][e] = -INFINITY;
-          }
+          for (int e = 0; e < 4; ++e)
+            if (key0 + key_of(j, e) < it.lo || key0 + key_of(j, e) >= it.hi) c[j][e] = -INFINITY;
       }
       const auto which = [](int e) { return ROWS == 8 ? e % 2 : e / 2; };  // of this thread's two rows
       const int rows[2] = {row_of(0), row_of(3)};
@@ -443,7 +404,6 @@ struct Columns {
 // Four warps: sums and output, each of a quarter of V's columns.
 template <class T, int DV, int ROWS, class Shared>
 __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int items, int heads) {
-  constexpr bool FEW = Shared::kFew;
   constexpr int kKeys = Shared::kKeys;
   constexpr int kTiles = DV / 32;  // columns of a warp, in eights
   constexpr int R = ROWS / 8;      // rows of a thread
@@ -452,7 +412,7 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
   const uint32_t mine = boxed_at<DV>(lane % 16, warp * kTiles + lane / 16, a.box);
   uint32_t unit = 1, done = 0;
   for (Turns<Shared> turns(a, s, items); turns.more(); turns.next()) {
-    const Item<Shared::kKeys, Shared::kFew> it(a, s.until, turns.item, heads);
+    const typename Shared::Item it(a, s.until, turns.item, heads);
     if (it.token < 0) continue;
     float m[R], l[R], high[R], all[R];  // the latter two, and out, of segments that are done
     Columns<T, DV, ROWS> acc, out;
@@ -488,43 +448,20 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
 
       const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
       barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
-      bool nonfinite = false;  // what some rows see must not reach those that do not
-      if (key0 < it.all_lo || key0 + kKeys > it.all_hi) {  // boxes bring what is not seen along, and it may be anything
-        constexpr int kChunks = DV / 32;                   // of a warp's columns
+      if (key0 < it.lo || key0 + kKeys > it.hi) {  // boxes bring what is not seen along, and it may be anything
+        constexpr int kChunks = DV / 32;           // of a warp's columns
         for (int i = lane; i < kKeys * kChunks; i += 32) {
           const int key = key0 + i / kChunks;
-          if (key >= it.all_lo && key < it.all_hi) continue;
-          uint4& y =
-              *reinterpret_cast<uint4*>(s.slots[slot] + boxed_at<DV>(i / kChunks, warp * kChunks + i % kChunks, a.box));
           if (key < it.lo || key >= it.hi)
-            y = uint4{};
-          else if (FEW)
-            nonfinite = nonfinite || Pair<T>::nonfinite(y.x) || Pair<T>::nonfinite(y.y) || Pair<T>::nonfinite(y.z) ||
-                        Pair<T>::nonfinite(y.w);
+            *reinterpret_cast<uint4*>(s.slots[slot] + boxed_at<DV>(i / kChunks, warp * kChunks + i % kChunks, a.box)) =
+                uint4{};
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
-        if (FEW) nonfinite = __any_sync(~0u, nonfinite);
       }
       acc.each([&](float& x, int row) { x = __fmul_rn(x, factor[row]); });
       // boxed_at(kk * 16 + lane % 16, warp * kTiles + j + lane / 16) in parts: sixteen addresses of its own would be spilled
-      const auto place = [=, box = a.box](int kk, int j) {
-        return base + (mine ^ j * 16) + boxed_at<DV>(kk * 16, 0, box);
-      };
-      if (!FEW || !nonfinite) acc.multiply(p, place);
-      if constexpr (FEW)
-        if (nonfinite) {
-          float y[kTiles][4];
-          uint32_t weights[kKeys / 16][4];
-#pragma unroll
-          for (int i = 0; i < kTiles * 4; ++i) y[i / 4][i % 4] = acc.v[i / 4][i % 4];
-#pragma unroll
-          for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = p[i / 4][i % 4];
-          const int places[2] = {it.shift + it.place(a, g).x, it.shift + it.place(a, g + 8).x};
-          careful_product<T, kTiles, kKeys>(y, weights, place, {key0, it.k_len, true, a.window, {places[0], places[1]}});
-#pragma unroll
-          for (int i = 0; i < kTiles * 4; ++i) acc.v[i / 4][i % 4] = y[i / 4][i % 4];
-        }
+      acc.multiply(p, [&](int kk, int j) { return base + (mine ^ j * 16) + boxed_at<DV>(kk * 16, 0, a.box); });
 
       const bool cut = a.segment && !a.partial && n + 1 < it.blocks && key0 % a.segment == 0;
       if (n + 1 == it.blocks || cut) {
@@ -574,15 +511,16 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
     } else {
       float factors[R], factor[2];
 #pragma unroll
-      for (int r = 0; r < R; ++r)
-        factors[r] = Final(high[r], all[r], a.scale, a.sinks, it.place(a, min(g + 8 * r, it.rows - 1)).y).factor;
+      for (int r = 0; r < R; ++r) {
+        const int row = min(row0 + g + 8 * r, a.group - 1);
+        factors[r] = Final(high[r], all[r], a.scale, a.sinks, it.head * a.group + row).factor;
+      }
       out.spread(factors, factor);
       out.each([&](float& x, int row) { x = Final::apply(x, factor[row]); });
+      T* const to = static_cast<T*>(a.out) + (int64_t(it.token) * a.hk * a.group + it.head * a.group) * DV;
       out.pairs([&](int row, int column, float x, float y) {
-        if (row >= it.rows) return;
-        const int2 at = it.place(a, row);
-        T* const to = static_cast<T*>(a.out) + (int64_t(it.token + at.x) * a.hk * a.group + at.y) * DV;
-        *reinterpret_cast<uint32_t*>(to + column0 + column) = pack<T>(x, y);
+        if (row0 + row < a.group)
+          *reinterpret_cast<uint32_t*>(to + (row0 + row) * DV + column0 + column) = pack<T>(x, y);
       });
     }
     if (a.ready) {
@@ -593,15 +531,8 @@ __device__ __forceinline__ void carry(const Args& a, Shared& s, int warp, int it
   }
 }
 
-template <class T, int D, int DV, int ROWS, bool FEW = false>
-__global__ void __launch_bounds__(kStreamThreads, 1)
-    stream_kernel(const Args a, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
-#ifdef VX_FLASH_DEVICE
-  using Shared = StreamShared<D, DV, ROWS, FEW>;
-  extern __shared__ __align__(1024) uint8_t raw[];
-  if (shared_address(raw) % 1024) __trap();  // where the copy engine would exchange other chunks
-  auto& s = *reinterpret_cast<Shared*>(raw);
-  const int tid = threadIdx.x, warp = tid / 32;
+template <class Shared>
+__device__ __forceinline__ void begin_stream(Shared& s, int tid) {
   if (tid < Shared::kSlots) {
     barrier_init(shared_address(&s.full[tid]), 1);
     barrier_init(shared_address(&s.empty[tid]), 4);
@@ -615,7 +546,19 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     barrier_init(shared_address(&s.heard[tid]), 9);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  const int heads = a.hk * (((FEW ? a.queries : 1) * a.group + kDecodeRows - 1) / kDecodeRows);
+}
+
+template <class T, int D, int DV, int ROWS>
+__global__ void __launch_bounds__(kStreamThreads, 1)
+    stream_kernel(const Args a, const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+#ifdef VX_FLASH_DEVICE
+  using Shared = StreamShared<D, DV, ROWS>;
+  extern __shared__ __align__(1024) uint8_t raw[];
+  if (shared_address(raw) % 1024) __trap();  // where the copy engine would exchange other chunks
+  auto& s = *reinterpret_cast<Shared*>(raw);
+  const int tid = threadIdx.x, warp = tid / 32;
+  begin_stream(s, tid);
+  const int heads = a.hk * ((a.group + kDecodeRows - 1) / kDecodeRows);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if (warp == 8) prefetch_places(a, heads);
   if (tid == 0) sm90::prefetch_map(&k_map), sm90::prefetch_map(&v_map);
@@ -627,8 +570,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   if (warp < 4) {
     if (a.ready) {  // nothing is ready yet; only then may who waits for it begin
       if (tid == 0) {
-        for (int item = blockIdx.x; item < items; item += gridDim.x)
-          *Item<Shared::kKeys, FEW>(a, s.until, item, heads).ready(a) = 0;
+        for (int item = blockIdx.x; item < items; item += gridDim.x) *typename Shared::Item(a, s.until, item, heads).ready(a) = 0;
         __threadfence();
       }
       asm volatile("bar.sync 1, 128;" ::: "memory");

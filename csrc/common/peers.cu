@@ -27,6 +27,8 @@ constexpr int64_t kSlot = 64 << 10, kLeast = 4 << 10;  // bytes of a block in a 
 constexpr int64_t kNumbers = 4ll * kBlocks * (kRanks + 1);
 constexpr int kLines = 4 * kThreads;
 constexpr int64_t kUnit = 8, kFew = kUnit * kLines * kBlocks;  // bytes of a line, and of all lines of a rank
+// As lines they are twice as many on the links, from so many on slower than bytes with one word behind them.
+constexpr int64_t kSent = 1 << 20;
 
 struct Places {
   char* base[kRanks];  // behind what is sent
@@ -116,6 +118,21 @@ __global__ void __launch_bounds__(kThreads) gather_few(const uint2* x, uint2* ou
   if (threadIdx.x == 0) *rounds_here = round;
 }
 
+// Copies `count` V from from(i) into to(i, value), by all threads; as many loads in flight as one waits for.
+template <class V, class From, class To>
+__device__ __forceinline__ void copy_all(uint32_t count, const From& from, const To& to) {
+  constexpr int kAtOnce = 4;
+  for (uint32_t first = threadIdx.x; first < count; first += kAtOnce * kThreads) {
+    V values[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (first + j * kThreads < count) values[j] = from(first + j * kThreads);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (first + j * kThreads < count) to(first + j * kThreads, values[j]);
+  }
+}
+
 // x: `total` V in rows of `width`; out: rows of ranks * width. `share`: what a block takes in a round.
 template <class V>
 __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t total, uint32_t width, uint32_t share,
@@ -128,14 +145,17 @@ __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t 
   for (int64_t begin = int64_t(block) * share; begin < total; begin += int64_t(gridDim.x) * share) {
     const uint32_t count = uint32_t(min(int64_t(share), int64_t(total) - begin));
     const int turn = ++round & 1;
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+    const auto put = [&](uint32_t i, int rank, V value) {
       const uint32_t at = uint32_t(begin) + i, row = at / width;
-      const V value = x[at];
+      out[int64_t(row) * wide + int64_t(rank) * width + (at - row * width)] = value;
+    };
+    copy_all<V>(count, [&](uint32_t i) { return x[begin + i]; }, [&](uint32_t i, V value) {
       for (int rank = 0; rank < ranks; ++rank)
         if (rank != own) reinterpret_cast<V*>(slot(places, rank, turn, own, block))[i] = value;
-      out[int64_t(row) * wide + int64_t(own) * width + (at - row * width)] = value;
-    }
-    __threadfence_system();
+      put(i, own, value);
+    });
+    // What all threads wrote comes before what is said behind this: a release holds for all that its thread has seen
+    // happen, so that a fence of each thread, which waits for the links, is not needed.
     __syncthreads();
     const int other = threadIdx.x;
     if (other < ranks && other != own) {
@@ -146,14 +166,17 @@ __global__ void __launch_bounds__(kThreads) gather(const V* x, V* out, uint32_t 
         if (now() - since > limit) give_up(other, missing);
     }
     __syncthreads();
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (rank == own) continue;
-      const V* theirs = reinterpret_cast<const V*>(slot(places, own, turn, rank, block));
-      for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-        const uint32_t at = uint32_t(begin) + i, row = at / width;
-        out[int64_t(row) * wide + int64_t(rank) * width + (at - row * width)] = __ldcg(theirs + i);  // not what L1 has of it
-      }
-    }
+    const uint32_t others = uint32_t(ranks - 1) * count;  // of ranks one after another
+    const auto rank_of = [&](uint32_t i) {
+      const int rank = int(i / count);
+      return rank + (rank >= own);
+    };
+    copy_all<V>(
+        others,
+        [&](uint32_t i) {  // not what L1 has of it
+          return __ldcg(reinterpret_cast<const V*>(slot(places, own, turn, rank_of(i), block)) + i % count);
+        },
+        [&](uint32_t i, V value) { put(i % count, rank_of(i), value); });
   }
   __syncthreads();
   if (threadIdx.x == 0) *rounds(here, block) = round;
@@ -351,7 +374,7 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   const DeviceGuard guard = on_device_of(x);
   const uint64_t all = uint64_t(bytes) | uint64_t(data(x)) | uint64_t(data(out));
   const int64_t limit = limit_ms * 1000000;
-  if (rows * bytes <= kFew && all % kUnit == 0) {
+  if (rows * bytes <= kFew && rows * bytes * (ranks - 1) <= kSent && all % kUnit == 0) {
     const uint32_t units = uint32_t(rows * bytes / kUnit), one = kThreads * kBlocks;
     const uint32_t share = (units + one - 1) / one * kThreads;
     launch_kernel(gather_few, (units + share - 1) / share, x, static_cast<const uint2*>(data(x)),

@@ -3,13 +3,11 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from engine_models import bits, build, check_idle, make_late, prompts
 from hypothesis import given
 from hypothesis import strategies as st
-from test_overlap import waiting
 from toy import VOCAB, drain, draw, expected, make, request
 
 from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation
@@ -17,7 +15,8 @@ from vexact_engine.core.plan import Chunk, StepPlan
 from vexact_engine.core.step import Encoder
 from vexact_engine.errors import StepFailed
 from vexact_engine.request import derive_seed
-from vexact_engine.runner import graphs
+from vexact_engine.runner import buffers, graphs
+from vexact_engine.runner.buffers import Body, Buffers, Head
 from vexact_engine.runner.follow import Follow
 from vexact_engine.runner.runner import Pending
 
@@ -136,42 +135,45 @@ def test_whatever_happens_meanwhile_the_same_is_drawn(data, most, pages, texts):
                 assert len(sequence.tokens) == sequence.limit
 
 
-def test_a_step_behind_drafts_is_what_it_would_be_if_it_had_waited():
-    """Its ids, and where its chunks begin, for every outcome."""
+@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
+def test_a_step_behind_drafts_is_what_it_would_be_if_it_had_waited(apart):
+    """Its columns are those that it has where it is made when all is known, for every outcome."""
     for outcome in range(3**3):
-        accepted = [outcome // 3**i % 3 for i in range(3)]
-        sequences = [request([1, 2, 3], max_new_tokens=50, seed=i).sequences[0] for i in range(3)]
+        accepted, counts, moved = [outcome // 3**i % 3 for i in range(3)], (2, 0, 3), []
         answers = [list(range(100 * i, 100 * i + 20)) for i in range(1, 4)]
-        counts = 2, 0, 3
-        before, plan = StepPlan([], 0, drafted=6), StepPlan([], 0, follows=[0, 1, 2])
-        for i, (sequence, answer) in enumerate(zip(sequences, answers)):
-            sequence.tokens.append(7)
-            slack, count = 2, counts[i]
-            before.chunks.append(Chunk(sequence, 3, 6, True, [i], 0, i, draft=tuple(answer[:2])))
-            chunk = Chunk(sequence, 4, 5 + count, True, [i], 0, i, slack=slack)
-            if count:
-                chunk.window = tuple(answer[1 : 1 + slack + count])
-                chunk.draft = chunk.window[:count]
-            plan.chunks.append(chunk)
-        encoder = Encoder()
-        first, step = encoder.encode(before), encoder.encode(plan)
-        follow = Follow(plan, step)
-        drawn = np.array([t for i, a in zip(accepted, answers) for t in [*a[:i], 999, 998, 997][:3]])
-        moved = follow.start(first, drawn)
-        assert follow.most == 2 and moved.tolist() == np.repeat(accepted, [1 + c for c in counts]).tolist()
-        for chunk, right in zip(plan.chunks, accepted):
-            chunk.settle(right)
-        assert step.chunks["start"].tolist() == [4 + i for i in accepted] == [c.start for c in plan.chunks]
-        expected_ids = [[999, *a[1 + i : 1 + i + c]] for i, a, c in zip(accepted, answers, counts)]
-        assert step.token_ids.tolist() == [token for ids in expected_ids for token in ids]
-        assert [list(c.draft) for c in plan.chunks] == [ids[1:] for ids in expected_ids]
+        for waited in (False, True):
+            sequences = [request([1, 2, 3], max_new_tokens=50, seed=i, temperature=0.5).sequences[0] for i in range(3)]
+            pages, row = [[9, 4, 7, 1], [2, 8, 3, 6], [11, 10, 5, 0]], 2
+            plan = StepPlan([], 0, follows=None if waited else [1, 2, 3])
+            for i, (sequence, answer, count) in enumerate(zip(sequences, answers, counts)):
+                sequence.tokens.append(7)
+                chunk = Chunk(sequence, 4, 5 + count, True, pages[i], 0, i, slack=2, behind=(row, tuple(answer[:2])))
+                if count:
+                    chunk.window = tuple(answer[1 : 3 + count])
+                    chunk.draft = chunk.window[:count]
+                row += 3
+                if waited:
+                    sequence.tokens += [*answer[: accepted[i]], 999]
+                    chunk.settle(accepted[i])
+                plan.chunks.append(chunk)
+            kept = Buffers(None, 3, 4, 4, 40, torch.device("cpu"))
+            drawn = [t for i, a in zip(accepted, answers) for t in [*a[:i], 999, 998, 997][:3]]
+            kept.drawn[2:11] = torch.tensor(drawn)
+            body, head = Body(8, 8 if apart else 3, 8, 4, 1, 4, all_drawn=True, apart=apart), Head(8, plain=False)
+            step = Encoder().encode(plan)
+            kept.work(step)
+            kept.send(step, body, head, follow=None if waited else Follow(plan))
+            moved.append({**kept.columns(body), **{f"draw's {k}": v for k, v in kept.columns(head).items()}})
+            moved[-1].pop("draw's address")
+        assert {name for name, column in moved[0].items() if not torch.equal(column, moved[1][name])} == set()
+        assert moved[0]["ids"][0] == 999 and moved[0]["draw's positions"].min() == 5 + min(accepted)
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """How far steps turned out to be further on, each time that one was begun behind drafts."""
-    found, start = [], Follow.start
-    monkeypatch.setattr(Follow, "start", lambda *args: found.append(start(*args)) or found[-1])
+def settled(monkeypatch):
+    """Of each step behind drafts how many of those were right."""
+    found, settle = [], Chunk.settle
+    monkeypatch.setattr(Chunk, "settle", lambda chunk, right: (found.append(right), settle(chunk, right)))
     return found
 
 
@@ -199,7 +201,7 @@ def outcome(completion):
 @pytest.mark.parametrize("most", [1, 5, 8])
 @pytest.mark.parametrize("recorded", [False, True], ids=["call by call", "graphs"])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
-def test_no_byte_is_another(kind, recorded, most, started, monkeypatch):
+def test_no_byte_is_another(kind, recorded, most, settled, monkeypatch):
     if recorded:  # padded to sizes of their own, those of few rows to be taken one by one
         monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
         for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
@@ -213,53 +215,70 @@ def test_no_byte_is_another(kind, recorded, most, started, monkeypatch):
         for right in (0.7, 0.0, 1.0):
             done = engine.generate(given, drafted(params, without, right))
             assert list(map(outcome, done)) == list(map(outcome, without))
-        assert len(started) > 20 and sum(moved.any() for moved in started) > 10
+        assert len(settled) > 60 and sum(right > 0 for right in settled) > 20
         check_idle(engine)
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_the_thread_is_awake_when_one_is_held_back(held, monkeypatch):
-    """Whatever time it takes to wake up is the device's: once the end is near the step is waited for, not slept."""
-    loop, now, Step = waiting(in_flight=2)
-    monkeypatch.setattr("vexact_engine.core.loop.time.perf_counter", lambda: now[0])
-    early = []
-    for number in range(40):
-        begin, step = now[0], Step(0.004 + 0.00001 * (number % 5))
-        rest = loop._await(step, 64, held)
-        early.append(step.end - now[0])
-        if rest:
-            now[0] = max(now[0], step.end)
-            loop._note_wait(64, now[0] - begin)
-    if held:
-        assert all(0 <= left < 0.001 for left in early[10:]), early
-    else:
-        assert all(-0.001 < left <= 1e-9 for left in early[10:]), early
-    now[0] += 1.0
-    assert loop._await(Step(0.0), 64, held) is False and loop._typical[64] == 0.0
-    assert loop._await(Step(0.002), 64, held) is False, "of what nothing is known it looks on"
+def test_it_is_launched_before_drafts_are_known(monkeypatch):
+    """So the device has it when it is through with them: all that is computed of it is begun."""
+    given, params, without = asked()
+    counts, wait = [], Pending.wait
+    with Engine.from_pretrained(build("Llama"), config=replace(CONFIG, speculation=GIVEN)) as engine:
+        make_late(engine, 0.0005)
+        runner, forwards = engine._worker._runner, []
+        forward = runner.forward
+        runner.forward = lambda batch: (forwards.append(batch), forward(batch))[1]
+
+        def waited(self):
+            pending = engine._loop._pending
+            counts.append((len(forwards), len(counts) + 1 + len(pending), [p.follows is not None for p, _ in pending]))
+            return wait(self)
+
+        monkeypatch.setattr(Pending, "wait", waited)
+        done = engine.generate(given, drafted(params, without))
+    assert [bits(one) for one in done] == [bits(other) for other in without]
+    assert all(computed == launched for computed, launched, _ in counts), counts
+    assert sum(behind == [True] for *_, behind in counts) > 10, counts
+
+
+def test_what_single_tokens_take_behind_drafts_counts():
+    """They are prepared beside these as any are beside others; so is a step of drafts, which is measured at once."""
+    scheduler, model, _ = scheduled((40, 40))
+    plan, source = scheduler.drafter.plan, iter(range(1 << 20))
+    scheduler.drafter.plan = lambda *args, **how: plan(*args, **how) if next(source) % 3 else []
+    plans = drain(scheduler, model, lookahead=True)
+    behind = {(plan.drafted > 0, plan.ahead) for plan in plans if plan.follows is not None}
+    assert behind == {(False, True), (True, False)}
 
 
 def fail(*_):
     raise RuntimeError("no more")
 
 
-@pytest.mark.parametrize("where", ["start", "wait"])
-def test_a_step_that_fails_takes_the_one_behind_it_along(where, started, monkeypatch):
-    """What could not be begun fails in its turn, and what was to follow a failed step never begins."""
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_a_step_that_fails_takes_the_one_behind_it_along(where, settled, monkeypatch):
+    """What could not be launched fails in its turn, and what has followed a failed step is nobody's."""
     given, params, without = asked()
     config = replace(CONFIG, speculation=GIVEN)
     with Engine.from_pretrained(build("Llama"), config=config) as engine:
         runner = engine._worker._runner
-        if where == "start":
-            monkeypatch.setattr(runner.buffers, "move", fail)
-        else:  # of a step that one is to follow
-            wait = Pending.wait
-            monkeypatch.setattr(Pending, "wait", lambda self: fail() if self.then else wait(self))
+        if where == "launch":
+            monkeypatch.setattr(buffers, "settle", fail)
+        else:  # of a step that one follows
+            wait, failed = Pending.wait, []
+
+            def fail_once(self):
+                if not failed and any(plan.follows is not None for plan, _ in engine._loop._pending):
+                    failed.append(fail)
+                    fail()
+                return wait(self)
+
+            monkeypatch.setattr(Pending, "wait", fail_once)
         with pytest.raises(StepFailed, match="no more"):
             engine.generate(given, drafted(params, without))
         monkeypatch.undo()
         assert len(runner.buffers._hosts) - len(runner.buffers._free) == (where == "wait")  # its own is lost with it
-        assert len(started) == (where == "start")
+        assert bool(settled) == (where == "launch")
         done = engine.generate(given, drafted(params, without))
         assert [bits(one) for one in done] == [bits(other) for other in without]
         check_idle(engine)

@@ -9,6 +9,7 @@ import pytest
 from toy import make, request
 
 from vexact_engine import Speculation
+from vexact_engine.core import drafts
 from vexact_engine.core.plan import Sampled
 from vexact_engine.request import derive_seed
 
@@ -30,10 +31,10 @@ def token(seed, position):
 
 
 class Bench:
-    """A scheduler with a clock. The host's 1.3 ms for a plan are hidden, but for `gap` behind drafts."""
+    """A scheduler with a clock. The host's 1.3 ms for a plan are hidden where it may follow."""
 
-    def __init__(self, speculation, noise=0.0, seed=0, follows=True, gap=0.12e-3):
-        self.now, self.free, self.noise, self.gap = 0.0, 0.0, noise, gap
+    def __init__(self, speculation, noise=0.0, seed=0, follows=True):
+        self.now, self.free, self.noise = 0.0, 0.0, noise
         self.random = random.Random(seed)
         graphs = None if speculation is None else {size: device(size) for size in SIZES}
         self.scheduler, _ = make(
@@ -72,12 +73,9 @@ class Bench:
         while self.scheduler.has_unfinished or pending:
             while len(pending) < 2 and (plan := self.scheduler.schedule(lookahead=True)):
                 self.now += 0.8e-3
-                pending.append([plan, self.launched(plan) if plan.follows is None else None])
+                pending.append([plan, self.launched(plan)])
             plan, done = pending.pop(0)
             self.now = max(self.now, done)
-            if pending and pending[0][1] is None:
-                self.now += self.gap
-                pending[0][1] = self.launched(pending[0][0])
             self.scheduler.commit(plan, self.drawn(plan))
             steps.append((len(plan.chunks), plan.drafted))
             self.now += 0.5e-3
@@ -147,6 +145,35 @@ def test_graphs_are_filled(noise, monkeypatch):
 def test_however_often_drafts_are_right_they_lose_nothing(right, most):
     found, _ = ratios(64, given(), right=right)
     assert max(found) < most, found
+
+
+def test_sequences_end_at_about_one_time_unless_others_wait(monkeypatch):
+    """A step of who is left at the end takes hardly less time; of who waits none is let in before one has ended."""
+
+    def took(count, low, high):
+        seconds = []
+        for seed in range(3):
+            bench = Bench(given())
+            for _ in range(2):
+                bench.scheduler.reset_cache()
+                source, begin = random.Random(seed), bench.now
+                for number in range(count):
+                    answer = [token(derive_seed(number, 0), PROMPT + at) for at in range(source.randint(low, high))]
+                    draft = [one if source.random() < 0.7 else one + 1 for one in answer]
+                    prompt = [1000 * number + place for place in range(PROMPT)]
+                    bench.scheduler.add(
+                        request(prompt, max_new_tokens=len(answer), seed=number, draft=[draft], ignore_eos=True)
+                    )
+                bench.run()
+            seconds.append(bench.now - begin)
+        return sum(seconds)
+
+    found = {}
+    for share in (drafts._EVEN, 0.0):
+        monkeypatch.setattr(drafts, "_EVEN", share)
+        found[share] = took(64, NEW, NEW), took(150, 32, 400)
+    (together, waiting), (apart, unmoved) = found.values()
+    assert together < 0.98 * apart and waiting < 1.01 * unmoved, found
 
 
 def test_a_bad_beginning_starves_nobody():

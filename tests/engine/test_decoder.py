@@ -1,5 +1,6 @@
 """The fused decoder: of every family that patch.hf covers, whole and in stages, with the patched forward's bits."""
 
+import contextlib
 import itertools
 import sys
 from dataclasses import replace
@@ -373,3 +374,23 @@ def test_every_wrong_reading_is_noticed(name):
                     assert not _same_bits(handle, found, whole, misread, patched), other
                     tried += 1
         assert tried > 4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gemma3_text", "qwen3_5_text"])
+def test_one_layer_of_each_kind(name):
+    """For whoever wants kernels to be met: every kind of part between the first layer and the last one is run once, and
+    afterwards all of them are."""
+    model = model_of(name)
+    with vx.patch.hf(model, training=False) as handle:
+        described = handle.describe()
+        many = replace(described, layers=described.layers * 3)
+        decoder, caches = Decoder(Weights(model), many, range(len(many.layers))), prepared(many, torch.bfloat16, 2)
+        kinds = [(layer.memory, *(type(block.part) for block in layer.blocks)) for layer in many.layers]
+        batch, counts = plain(caches, [range(2)], [(0, 5)], torch.arange(1, 6), owners=[0]), []
+        for block in (contextlib.nullcontext(), decoder.one_of_each(), contextlib.nullcontext()):
+            seen = []
+            with torch.no_grad(), block:
+                decoder(batch, seen=lambda x, seen=seen: seen.append(x))
+            counts.append(len(seen) - 1)
+        assert counts == [len(kinds), 2 + len(set(kinds[1:-1])), len(kinds)]
+        assert counts[1] < counts[0]

@@ -1,4 +1,4 @@
-"""Drafts by a model and by heads on a GPU, with graphs: every byte of every completion is the one without them."""
+"""Drafts by a model, by heads and of answers on a GPU, with graphs: no byte of a completion is another without them."""
 
 from dataclasses import replace
 
@@ -36,6 +36,32 @@ def check(engine, expected, least):
             engine.update_weights(state, numerics=numerics)
             engine.wake_up()
             assert beside.graphs.captured
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "call by call"])
+@pytest.mark.parametrize("most", [1, 6])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_answers(kind, most, eager):
+    """Steps behind drafts are launched while these are verified: for few rows, which are taken one by one, and many."""
+    target, config = build(kind, device="cuda", **SIZES), replace(CONFIG, max_num_seqs=20, enforce_eager=eager)
+    params = [
+        SamplingParams(max_new_tokens=90, seed=i, top_k=5 * (i % 3), stop_token_ids=[i] * (i % 2)) for i in range(20)
+    ]
+    with Engine.from_pretrained(target, config=config) as engine:
+        asked = prompts(20, longest=60, vocabulary=engine.vocab_size)
+        answers = engine.generate(asked, params)
+    drafts = [[t ^ (at % 4 == i % 5) for at, t in enumerate(one.token_ids)] for i, one in enumerate(answers)]
+    params = [replace(own, draft=[draft]) for own, draft in zip(params, drafts)]
+    speculation = Speculation(max_draft_tokens=most, always=True, sources=("given",))
+    with Engine.from_pretrained(target, config=replace(config, speculation=speculation)) as engine:
+        buffers, moved = engine._worker._runner.buffers, []
+        settle = buffers._settle
+        buffers._settle = lambda *a: (moved.append(a), settle(*a))
+        for count in (20, 3, 1):
+            done = engine.generate(asked[:count], params[:count])
+            assert [outcome(one)[:-1] for one in done] == [outcome(one)[:-1] for one in answers[:count]]
+        assert len(moved) > 30
+        check_idle(engine)
 
 
 @pytest.mark.parametrize("always", [True, False])

@@ -1,5 +1,5 @@
 """Threads, asyncio loops, aborts, cancelled and bad requests, pauses and new weights, all at once on a cache that is
-too small: every token and every log-probability is the one that its request gets alone."""
+too small, with drafts and without: every token and every log-probability is the one that its request gets alone."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
-from engine_models import bits, build, check_idle, prompts
+from engine_models import bits, build, check_idle, make_late, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation
 
 FAMILIES = [
     ("Llama", torch.bfloat16),
@@ -60,6 +60,14 @@ class Attack:
         self.engine, self.expected, self.state = engine, expected, state
         self.numerics = engine.numerics()
 
+    def params(self, key):
+        """Where there are drafts: two tokens in three are right."""
+        params = PARAMS[key[1]]
+        if self.engine.config.speculation is None:
+            return params
+        answers = [[t ^ (at % 3 == 2) for at, t in enumerate(one.token_ids)] for one in self.expected[key]]
+        return replace(params, draft=answers)
+
     def check_all(self, asked, done):
         samples = [(key, index) for key in asked for index in range(PARAMS[key[1]].n)]
         assert len(done) == len(samples)
@@ -67,7 +75,7 @@ class Attack:
             check(completion, self.expected[key][index])
 
     def generate(self, asked, name):
-        ids, params = [PROMPTS[i] for i, _ in asked], [PARAMS[j] for _, j in asked]
+        ids, params = [PROMPTS[i] for i, _ in asked], [self.params(key) for key in asked]
         names = None if name is None else [f"{name}-{k}-{threading.get_ident()}" for k in range(len(asked))]
         bad = [[], [999], [-1], None][len(asked) % 4]
         *done, refused = self.engine.generate([*ids, bad], [*params, PARAMS[0]], request_ids=names and [*names, "bad!"])
@@ -77,7 +85,7 @@ class Attack:
     def stream(self, key, leave):
         async def main():
             seen = []
-            async for increment in self.engine.stream(PROMPTS[key[0]], PARAMS[key[1]], request_id=None):
+            async for increment in self.engine.stream(PROMPTS[key[0]], self.params(key), request_id=None):
                 seen.append(increment)
                 if len(seen) == leave:
                     break
@@ -92,7 +100,7 @@ class Attack:
 
     def cancelled(self, asked, turns):
         async def main():
-            ids, params = [PROMPTS[i] for i, _ in asked], [PARAMS[j] for _, j in asked]
+            ids, params = [PROMPTS[i] for i, _ in asked], [self.params(key) for key in asked]
             task = asyncio.create_task(self.engine.agenerate(ids, params, request_ids=["same"] * len(ids)))
             for _ in range(turns):
                 await asyncio.sleep(0.001)
@@ -154,15 +162,36 @@ configs = st.builds(
     enable_prefix_cache=st.booleans(),
     reserve=st.sampled_from([None, 0.0, 1.0]),
 )
+drafting = st.builds(
+    replace,
+    configs,
+    speculation=st.builds(Speculation, st.integers(1, 6), sources=st.just(("given",)), always=st.just(True)),
+    async_scheduling=st.just(True),
+)
 
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(st.sampled_from(FAMILIES), configs, st.lists(st.lists(actions, min_size=1, max_size=4), min_size=2, max_size=4))
 def test_whatever_is_done_to_an_engine(family, config, threads):
+    _attack(family, config, threads)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    st.sampled_from(FAMILIES[:2]), drafting, st.lists(st.lists(actions, min_size=1, max_size=4), min_size=1, max_size=3)
+)
+def test_whatever_is_done_to_an_engine_with_drafts(family, config, threads):
+    """With plans ahead: steps behind drafts are launched while these are verified."""
+    _attack(family, config, threads)
+
+
+def _attack(family, config, threads):
     model = build(*family)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     expected = alone(*family)
     with Engine.from_pretrained(model, config=config) as engine:
+        if config.async_scheduling:
+            make_late(engine, 0.0005)
 
         def run(script):
             attack = Attack(engine, expected, state)

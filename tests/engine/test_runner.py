@@ -1,6 +1,7 @@
 """Steps in persistent buffers, padded to the sizes of graphs: on a CPU, where a function is its own recording, so that
 buffers, padding and sizes are those of a GPU. Bits are those of steps without padding, whatever the sizes."""
 
+import contextlib
 import itertools
 import json
 from dataclasses import replace
@@ -180,8 +181,11 @@ def test_steps_of_few_sequences_have_graphs_of_their_own_where_those_win(recordi
             runner.graphs.capture()
             full = runner.graphs.mixed
     assert not asked, "what has been measured is not measured again"
-    lay = runner.buffers.lay
-    runner.buffers.lay = lambda step, body, *more: (sent.append((len(step.chunks), body)), lay(step, body, *more))[1]
+    send = runner.buffers.send
+    runner.buffers.send = lambda step, body, *a, **how: (
+        sent.append((len(step.chunks), body)),
+        send(step, body, *a, **how),
+    )[1]
     for prompt in PROMPTS[:5]:
         alone.scheduler.add(Request(prompt[:3], PARAMS[1]))
         plan, pending = alone.launch(False)
@@ -326,12 +330,42 @@ def test_a_forward_that_cannot_be_recorded(monkeypatch, caplog):
     expected, _ = outcomes("Qwen3", CONFIG)
     monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
 
-    def refuse(self, run):
+    def refuse(self, run, if_settled=False):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs.HostRecorder, "record", refuse)
     assert outcomes("Qwen3", CONFIG) == (expected, [[]] * 5)
     assert "CUDA graphs: none" in caplog.text and "not permitted" in caplog.text
+
+
+def test_all_layers_are_run_where_one_of_each_leaves_something_to_be_met(recording, monkeypatch):
+    """A graph is recorded behind one layer of each kind; where a kernel was to be settled while recording, behind all
+    of them, and again."""
+    expected, _ = outcomes("Qwen3", CONFIG)
+    said, inside, compute, record = [], [], Runner.compute, graphs.HostRecorder.record
+
+    @contextlib.contextmanager
+    def one_of_each(self):
+        inside.append(self)
+        yield
+        inside.pop()
+
+    def computing(self, *args, **options):
+        said.append("some" if inside else "all")
+        return compute(self, *args, **options)
+
+    def recorded(self, run, if_settled=False):
+        said.append("if settled" if if_settled else "recorded")
+        return None if if_settled else record(self, run)
+
+    monkeypatch.setattr(Runner, "compute", computing)
+    monkeypatch.setattr(Runner, "one_of_each", one_of_each)
+    monkeypatch.setattr(graphs.HostRecorder, "record", recorded)
+    assert outcomes("Qwen3", CONFIG)[0] == expected
+    asked = [said[i - 1 : i + 3] for i, one in enumerate(said) if one == "if settled"]
+    draws = [one for one in asked if one[1:3] == ["if settled", "recorded"]]  # which have no layers
+    assert draws and ["some", "if settled", "all", "recorded"] in asked
+    assert all(one == ["some", "if settled", "all", "recorded"] for one in asked if one not in draws)
 
 
 def test_kernels_are_chosen_in_steps_of_long_contexts(recording, monkeypatch):

@@ -1,17 +1,23 @@
 """The small kernels around a forward move the bytes that torch's would. In Triton's interpreter, or on a GPU."""
 
 import os
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine_models import bits, build, prompts
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation
+from vexact_engine.core.plan import Chunk, StepPlan
+from vexact_engine.core.step import Encoder
+from vexact_engine.request import Request
 from vexact_engine.runner import graphs
 from vexact_engine.runner import triton as kernels
-from vexact_engine.runner.buffers import Buffers, _windowed
+from vexact_engine.runner.buffers import Body, Buffers, Head, _windowed
+from vexact_engine.runner.follow import Follow
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WHERE = [
@@ -92,25 +98,61 @@ def test_what_was_drawn_is_noted(draws, random):
     slots = slots.to(ids.device)
     values = [random(-(1 << 31), 1 << 31, draws).to(torch.int32) for _ in range(2)]
     last = torch.full((draws + 2,), 5, dtype=torch.int64, device=ids.device)
+    newest = last.repeat(2)
     drawn = torch.full((4 * draws + 4,), 6, dtype=torch.int32, pin_memory=ids.is_cuda)
     address = torch.tensor([drawn.data_ptr()], device=ids.device)
     expected = last.index_copy(0, slots, ids)
-    kernels.keep(slots, ids, *(v.view(torch.float32) for v in values), last, address)
+    kernels.keep(slots, ids, *(v.view(torch.float32) for v in values), last, newest, address)
     assert torch.equal(last, expected)
+    assert torch.equal(newest[:draws], ids) and (newest[draws:] == 5).all()
     assert torch.equal(drawn[: 4 * draws], torch.cat([ids.view(torch.int32), *values]).cpu())
     assert (drawn[4 * draws :] == 6).all()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("chunks, most", [(1, 1), (3, 64), (64, 6)])
+def test_a_step_behind_drafts_is_moved(chunks, most, apart, random):
+    """As on a CPU: drafts of every length, none, some or all of them right, the last of windows with none."""
+    device, numbers = random(0, 2, 1).device, random(0, 1 << 30, 6, chunks).cpu().numpy()
+    plan, row = StepPlan([], 0, follows=list(range(chunks))), 5
+    drawn = random(-1, 1 << 20, chunks * (most + 1) + 9)
+    for i in range(chunks):
+        drafted, count, right = (int(n) % (most + 1) for n in numbers[:3, i])
+        if i % 5 == 1:
+            drafted = count = most
+        draft = (drawn[row : row + drafted].cpu() + (torch.arange(drafted) >= right)).tolist()
+        sequence = Request([1], SamplingParams(seed=i)).sequences[0]
+        start, pages = int(numbers[3, i]) % 50, [int(n) for n in numbers[4, i] + np.arange(70)]
+        own = Chunk(sequence, start, start + 1 + count, True, pages, 0, chunks - 1 - i, slack=drafted)
+        own.behind, own.window = (row, tuple(draft)), tuple(range(100, 100 + drafted + count)) if count else ()
+        own.draft, row = own.window[:count], row + drafted + 1
+        plan.chunks.append(own)
+    rows, found = plan.num_tokens, []
+    sequences = rows + 4 if apart else chunks + 2
+    body, head = Body(rows + 4, sequences, rows + 4, 1 + most, 1, 80, True, apart), Head(rows, plain=False)
+    for where in (device, torch.device("cpu")):
+        buffers = Buffers(None, 3, chunks, 80, max(rows, len(drawn)) + 8, where)
+        buffers._kernels, buffers.drawn[: len(drawn)] = kernels if where is device and not found else None, drawn
+        step = Encoder().encode(plan)
+        buffers.work(step)
+        buffers.send(step, body, head, follow=Follow(plan))
+        columns = {**buffers.columns(body), **{f"draw's {k}": v for k, v in buffers.columns(head).items()}}
+        found.append({name: column.cpu() for name, column in columns.items() if name != "draw's address"})
+    assert {name for name, column in found[0].items() if not torch.equal(column, found[1][name])} == set()
 
 
 @pytest.mark.parametrize("where", WHERE[:1])
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
 def test_an_engine_with_these_kernels_has_the_bits_of_others(family, where, monkeypatch):
-    """A GPU's way of steps, with a CPU's ops: new pages in many of them, graphs and none, draws of all kinds."""
+    """A GPU's way of steps, with a CPU's ops: new pages in many of them, graphs or none, all kinds of draws, drafts."""
     config = EngineConfig(page_size=4, num_pages=60, max_num_seqs=5, max_num_batched_tokens=16, reserve=0.0)
+    config = replace(config, async_scheduling=True, speculation=Speculation(3, sources=("given",), always=True))
     kinds = {}, {"temperature": 0.0}, {"top_k": 7, "num_top_logprobs": 2}, {"num_top_logprobs": 1}
     params = [SamplingParams(max_new_tokens=6 + i, seed=i, ignore_eos=True, **kinds[i % 4]) for i in range(6)]
-    begin, got, used = Buffers.__init__, [], []
-    keep = kernels.keep
-    monkeypatch.setattr(kernels, "keep", lambda *args: (used.append(len(args[0])), keep(*args)))
+    begin, got, used = Buffers.__init__, [], {"keep": [], "settle": []}
+    for name, calls in used.items():
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, kernel=kernel, calls=calls: (calls.append(a), kernel(*a)))
 
     def with_kernels(self, *args):
         begin(self, *args)
@@ -125,5 +167,8 @@ def test_an_engine_with_these_kernels_has_the_bits_of_others(family, where, monk
             assert engine.path == "fused" and engine._worker._runner.graphs.captured == (way == "recorded")
             done = engine.generate(prompts(6), params)
             got.append([(bits(one), str(one.top_logprobs)) for one in done])
-        assert bool(used) == (way != "torch")
+        assert bool(used["keep"]) == (way != "torch") and (len(used["settle"]) > 3) == (way != "torch")
+        if way == "torch":
+            drafts = [[token ^ (place % 4 == 3) for place, token in enumerate(one.token_ids)] for one in done]
+            params = [replace(own, draft=[draft]) for own, draft in zip(params, drafts)]
     assert got[0] == got[1] == got[2]

@@ -480,12 +480,21 @@ def test_a_prompt_in_chunks_of_any_size_has_the_bits_of_training(page_size, segm
 
 
 @SM90
-@pytest.mark.parametrize("heads,dim,dtype", [((8, 2), 128, torch.bfloat16), ((10, 2), 64, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    "heads,dim,dtype",
+    [
+        ((8, 2), 128, torch.bfloat16),
+        ((10, 2), 64, torch.float16),
+        ((2, 2), 128, torch.float16),
+        ((16, 2), 64, torch.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("page_size", [16, 128, 256])
 @pytest.mark.parametrize("window", [None, 5, 200])
 def test_few_queries_of_a_sequence_have_the_bits_of_many(heads, dim, dtype, page_size, window):
-    """By the kernel of decode, of which a tile holds the queries of several positions; also of values that are not
-    finite, which some of them see."""
+    """By a kernel of which a tile holds the queries of several positions, and a thread block has several tiles; also of
+    values that are not finite, which some of them see."""
     cuda, lengths = ROOM.module("cuda"), [1, 3, 127, 128, 129, 400, 40, 260, 1000]
     q, k, v = attention_inputs(lengths, *heads, dim, dim, seed=23, dtype=dtype, device="cuda")
     for special in (False, True):
@@ -499,14 +508,91 @@ def test_few_queries_of_a_sequence_have_the_bits_of_many(heads, dim, dtype, page
             ends = offsets(lengths).tolist()[1:]
             rows = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, counts)]).to("cuda")
             step = k_cache, v_cache, table, lens, offsets(counts, "cuda"), most
-            found = []
-            for few in (False, True):
-                out = torch.full((len(rows), heads[0], dim), 7.0, dtype=dtype, device="cuda")
-                cuda.ours_paged(q[rows], *step, dim**-0.5, window, None, None, out, few=few)
-                found.append(out)
-            assert_bitwise(found[1], found[0], f"up to {most} queries, {special=}")
+            expected = torch.full((len(rows), heads[0], dim), 7.0, dtype=dtype, device="cuda")
+            cuda.ours_paged(q[rows], *step, dim**-0.5, window, None, None, expected)
+            for tiles in cuda.FEW_TILES:
+                out = torch.full_like(expected, 7.0)
+                cuda.few_paged(q[rows], *step, dim**-0.5, window, None, out, tiles)
+                assert_bitwise(out, expected, f"up to {most} queries, {tiles} tiles at a time, {special=}")
             paged = vx.attention_paged(q[rows], *step, window=window, backend="cuda")
-            assert_bitwise(paged, found[0], "as dispatched")
+            assert_bitwise(paged, expected, "as dispatched")
+
+
+@SM90
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 128])
+@given(
+    st.lists(st.tuples(st.integers(0, 16), st.integers(0, 700)), min_size=1, max_size=6),
+    st.sampled_from([(1, 1), (4, 2), (8, 2), (8, 1), (12, 1), (40, 2)]),
+    st.sampled_from([8, 16, 64, 256]),
+    st.sampled_from([None, 1, 60, 130]),
+    st.booleans(),
+    SEEDS,
+)
+def test_few_queries_of_any_sequences(dim, dtype, sequences, heads, page_size, window, with_sinks, seed):
+    """Sequences without a query, or with more queries than keys, among others; and where blocks take more than one."""
+    cuda = ROOM.module("cuda")
+    counts, lengths = [n for n, _ in sequences], [max(n + before, 1) for n, before in sequences]
+    if not any(counts):
+        return
+    q, k, v = attention_inputs(lengths, *heads, dim, dim, seed=seed, dtype=dtype, device="cuda")
+    step = step_of(lengths, k, v, page_size)
+    caches = *(x.nan_to_num(nan=5.0) for x in step[:2]), step[2]
+    lens = torch.tensor([max(n - seed % 3, 0) for n in lengths], dtype=torch.int32, device="cuda")
+    sinks = torch.linspace(-2, 9, heads[0], device="cuda") if with_sinks else None
+    q = q[: sum(counts)]
+    given = q, *caches, lens, offsets(counts, "cuda"), max(counts), dim**-0.5, window
+    expected = torch.empty_like(q)
+    cuda.ours_paged(*given, None, sinks, expected)
+    for tiles in cuda.FEW_TILES:
+        out = torch.empty_like(q)
+        cuda.few_paged(*given, sinks, out, tiles, settled=seed % 2 == 0)
+        assert_bitwise(out, expected, f"{tiles} tiles at a time")
+
+
+def test_tiles_that_a_block_takes_of_few_queries(monkeypatch):
+    """All of a sequence's where not all run at once, in even parts; else as few as do."""
+    cuda = ROOM.module("cuda")
+    monkeypatch.setattr(cuda.gpu, "multiprocessors", lambda device: 132)
+    k_cache = torch.empty(1, 16, 8, 128, device="meta")
+
+    def tiles(sequences, most, group=4):
+        return cuda.few_tiles(torch.empty(1, 8 * group, 128, device="meta"), k_cache, sequences, most)
+
+    assert [tiles(n, 9) for n in (1, 5, 6, 8, 9, 16, 64)] == [1, 1, 2, 2, 3, 3, 3]
+    assert [tiles(64, most) for most in (2, 4, 5, 8, 9, 12, 13, 16)] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [tiles(64, most, group=8) for most in (8, 9, 12, 13, 16)] == [4, 3, 3, 4, 4]
+    assert tiles(0, 9) == 1
+
+
+@SM90
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4])
+def test_every_launch_of_few_queries_takes_every_item(tiles):
+    """As of decode: of more items than run at once blocks take what comes next from a counter."""
+    from vexact_ops.attention import cuda
+
+    lengths = [97 * i % 1400 + 16 for i in range(1, 201)]
+    counts = [i % 17 for i in range(200)]
+    q, k, v = attention_inputs(lengths, 8, 2, 128, 128, seed=26, dtype=torch.bfloat16, device="cuda")
+    step = (*step_of(lengths, k, v, 16)[:4], offsets(counts, "cuda"), 16)
+    q = q[: sum(counts)]
+    expected, outs = torch.empty_like(q), [torch.empty_like(q) for _ in range(3)]
+    cuda.ours_paged(q, *step, 128**-0.5, None, None, None, expected)
+
+    def launches():
+        for out in outs:
+            cuda.few_paged(q, *step, 128**-0.5, None, None, out, tiles)
+
+    launches()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launches()
+    for launch in (launches, graph.replay, launches, graph.replay, graph.replay):
+        for out in outs:
+            out.fill_(float("nan"))
+        launch()
+        for out in outs:
+            assert_bitwise(out, expected)
 
 
 @SM90

@@ -3,8 +3,8 @@
 Where a step verifies drafts, the next one's chunks begin where it turns out: behind as many tokens as were right. The
 device would stand idle while the host makes a plan of that. So the plan is made while the drafts are verified, for all
 outcomes at once: who is in it and how many rows each has, pages for the furthest place that a chunk may begin at, and
-of an answer that is followed a window, which the draft is cut from. Once the tokens are there the rest is arithmetic
-for all rows together (runner/follow.py), the step is launched, and only then the tokens are given to their sequences.
+of an answer that is followed a window, which the draft is cut from. It is launched at once, and the device finds out
+where its chunks begin (runner/follow.py); the host is told with the tokens, a step later.
 
 A sequence that has ended meanwhile is computed once too often, as one that ends in a plan ahead is. Whatever is more
 than decodes, or what has drafts that need the tokens, waits for them as it would without this.
@@ -21,7 +21,7 @@ class Verifying:
         """Let decodes have more rows, where nothing else is computed: whatever waits comes first."""
         most, found = max(0, min(budget, MOST_VERIFIED - len(plan.chunks))), []
         try:
-            found = self.drafter.plan(plan.chunks, most, self._room, self._lengthen)
+            found = self.drafter.plan(plan.chunks, most, self._room, self._lengthen, even=not self.waiting)
         except Exception as error:  # of a model that drafts: as if the step itself had failed
             plan.failure = error
         for chunk, tokens in found:
@@ -89,9 +89,9 @@ class Verifying:
     def _decodes_behind(self, last):
         """The chunk before each and the chunk: of all that run, but those that end with what they draw there. None
         where somebody has something else to do, or there is no page for somebody."""
-        found, running = [], 0
+        found, running, behind = [], 0, 0
         for at, chunk in enumerate(last.chunks):
-            sequence = chunk.sequence
+            sequence, row, behind = chunk.sequence, behind, behind + chunk.length
             if sequence.state is not State.RUNNING or sequence.epoch != chunk.epoch:
                 continue
             running, slack = running + 1, len(chunk.draft)
@@ -99,6 +99,7 @@ class Verifying:
             if start + 1 >= sequence.limit:
                 continue
             one = Chunk(sequence, start, start + 1, True, chunk.pages, chunk.epoch, chunk.slot, slack=slack)
+            one.behind = row, chunk.draft
             if one.end + slack > self._longest:
                 return []
             self._lengthen(one, 0)

@@ -42,7 +42,8 @@ _LIKELY = {"answer": 0.8, "text": 0.5, "model": 0.6}  # how often drafts are rig
 _FADE, _ALL_FADE = 0.9, 0.98  # how much of what one sequence knows, or all do, is left after a draft
 _ALL_WEIGHT, _LIKELY_WEIGHT = 16, 2  # tokens that count as much as what all know, and as what is likely ...
 _REST_WEIGHT = 8  # ... the first of these where a sequence is to rest
-_EVEN = 0.15  # share of its chance that a draft may count more, or less, for what its sequence has left
+_EVEN = 0.3  # share of its chance that a draft may count more, or less, for what its sequence has left ...
+_EVEN_TOKENS = 32  # ... which is what that is more, or less, than others have, divided by so many tokens
 _SELDOM = 0.1  # where drafts are likely to be right no more often, and the last was not, the sequence rests ...
 _LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
 _SEQUENCES_A_STEP = 8  # of a step where nothing was worth it: so many times fewer steps are not looked at next
@@ -156,8 +157,8 @@ def _evened(found: list[tuple["Chunk", Draft]]) -> list[float]:
     """Chances of drafts, a little more for who has more left than others: a step of who is left alone at the end takes
     hardly less time than one of all."""
     left = [_left(chunk) for chunk, _ in found]
-    mean = max(1.0, sum(left) / len(left))
-    shares = (min(_EVEN, max(-_EVEN, (own / mean - 1) / 2)) for own in left)
+    mean = sum(left) / len(left)
+    shares = (min(_EVEN, max(-_EVEN, (own - mean) / _EVEN_TOKENS)) for own in left)
     return [min(0.99, draft.chance * (1 + share)) for (_, draft), share in zip(found, shares)]
 
 
@@ -269,10 +270,12 @@ class Drafter:
         budget: int,
         room: Callable[["Chunk"], int],
         grow: Callable[["Chunk", int], int] = lambda _, count: count,
+        even: bool = True,
     ) -> list[tuple["Chunk", tuple]]:
         """Tokens to verify behind the ends of decodes, of those that are worth it: at most so many in all, and of each
-        as many as there is room for, with pages that `grow` sees to."""
-        planned = self._by_texts(chunks, budget, room)
+        as many as there is room for, with pages that `grow` sees to. They are to end at about one time if `even` says
+        so; while others wait for their places, some had better end early."""
+        planned = self._by_texts(chunks, budget, room, even)
         if self._chains is None or self._chains.skips(len(chunks)):
             return [(chunk, tokens) for chunk, tokens, _ in planned]
         taken = {id(chunk.sequence) for chunk, _, _ in planned}
@@ -290,13 +293,15 @@ class Drafter:
             chunk.kind = _MODEL
         return [(chunk, tokens) for chunk, tokens, _ in planned] + found
 
-    def _by_texts(self, chunks: Tokens["Chunk"], budget: int, room: Callable[["Chunk"], int]) -> list[tuple]:
+    def _by_texts(
+        self, chunks: Tokens["Chunk"], budget: int, room: Callable[["Chunk"], int], even: bool
+    ) -> list[tuple]:
         if self._skipped:
             self._skipped -= 1
             return []
         if not self.speculation.always and not self.pace.seconds(len(chunks), 0):
             return []  # nothing is worth it before it is known what single tokens take: soon
-        planned = self._worth(self._found(chunks, room), len(chunks), budget) if budget else []
+        planned = self._worth(self._found(chunks, room), len(chunks), budget, even) if budget else []
         self._fruitless = 0 if planned else min(2 * self._fruitless + 1, len(chunks) // _SEQUENCES_A_STEP)
         self._skipped = self._fruitless
         return planned
@@ -316,14 +321,15 @@ class Drafter:
                 found.append((chunk, draft))
         return found
 
-    def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int) -> list[tuple]:
+    def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int, even: bool) -> list[tuple]:
         """As much of them as makes tokens per second more: tokens of each, with those that may be passed over, and how
         likely one is right."""
         if not found:
             return []
         counts = [draft.length for _, draft in found]
         if not self.speculation.always:
-            each = [[chance] * draft.length for (_, draft), chance in zip(found, _evened(found))]
+            own = _evened(found) if even else [draft.chance for _, draft in found]
+            each = [[chance] * draft.length for (_, draft), chance in zip(found, own)]
             each = [list(itertools.accumulate(row, operator.mul)) for row in each]
             chances = sorted(itertools.chain.from_iterable(each), reverse=True)[:budget]
             chosen = self.pace.worth(sequences, chances)

@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 PAUSES = ("abort", "wait", "keep")
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # seconds between two looks at a plan in flight
-_AWAKE = 0.9  # of the time that a wait is likely to take, behind which the thread does not sleep where it must not
 _LONGEST_WAIT = 0.05  # seconds that a wait is taken to need at most
 GRACE_SECONDS = 15.0  # for a step to end after close(), in other processes
 _JOIN_SECONDS = 10  # for a thread whose engine is collected; close() and the end of the process wait for the step
@@ -472,13 +471,10 @@ class Loop:
         """Wait for the oldest plan in flight, commit and deliver it. A failure of the computation itself ends every
         request, for nobody can say whose fault it is; the engine can be used again."""
         plan, pending = self._pending[0]
-        size, held = _size(plan.num_tokens), len(self._pending) > 1 and self._pending[1][0].follows is not None
-        begin, rest = time.perf_counter(), self._await(pending, size, held)
+        self._await(pending, _size(plan.num_tokens))
         self._pending.popleft()
         try:
             sampled = pending.wait()
-            if rest:
-                self._note_wait(size, time.perf_counter() - begin)
         except Exception as error:
             self._abandon()
             self.scheduler.cancel(plan)
@@ -490,37 +486,29 @@ class Loop:
             return
         self._tickets.commit(plan, sampled)
 
-    def _await(self, pending: Pending, size: int, held: bool = False) -> bool:
+    def _await(self, pending: Pending, size: int) -> None:
         """Until it is ready, let requests come and go. The thread sleeps for most of the time that such a wait took
         lately for plans of this size, and looks a few times more, or more often where no other plan is behind this one.
         Where a plan is ready at once, the sleep before may have been too long, so that the device was through with
-        both: then it is none, and grows again. Where one is held back until this one's outcome is known (`held`) it
-        does not sleep at the end, from which it would wake too late: True, and the rest is `wait`'s."""
+        both: then it is none, and grows again."""
         if _is_ready(pending):
             self._typical[size] = 0.0
-            return False
+            return
         begin, typical = time.perf_counter(), self._typical.get(size, 0.0)
         pause, taken = 0.75 * typical, 0.0
         while not _is_ready(pending):
             self._do_aborts()
             with self._changed:
                 if self._closing:
-                    return False
+                    return
                 if not self._inbox or self._inbox[0].alone:  # that is done once nothing is in flight
                     self._changed.wait(pause)
             while self._inbox and not self._inbox[0].alone:
                 self._next().run()
             self._outgoing.flush()
             taken = time.perf_counter() - begin
-            if held and taken > _AWAKE * typical > 0:
-                return True
-            late = max(typical, taken) / (16 if len(self._pending) > 1 and not held else 128)  # so does a device
+            late = max(typical, taken) / (16 if len(self._pending) > 1 else 128)  # somebody waits, and so does a device
             pause = min(max(_SHORTEST_PAUSE, late), _LONGEST_PAUSE)
-        self._note_wait(size, taken)
-        return False
-
-    def _note_wait(self, size: int, taken: float) -> None:
-        typical = self._typical.get(size, 0.0)
         self._typical[size] = min(taken, typical + (min(taken, _LONGEST_WAIT) - typical) / 4)
 
     def _abandon(self) -> None:

@@ -4,7 +4,7 @@ A step of B sequences gives each a token. With n drafted rows more it takes long
 accepted. Drafts are verified where tokens per second are likely to be more.
 
 Steps are measured as they run. What none has taken yet follows from others: a row more takes what it took there, or
-what it took when graphs were made; and a step with drafts takes some time however few, for the host has to wait for it.
+what it took when graphs were made; and a step with drafts takes some time however few, where the host waits for it.
 Of how many rows nothing is known, twice as many are tried each time.
 
 What is likely may be wrong. So what steps with drafts gave is compared with what single tokens would have taken: drafts

@@ -22,7 +22,8 @@ class Chunk:
     slack          how many tokens further on it may begin: those of a draft that is still being verified. Until that is
                    done it begins, and ends, where it does if none of them is right
     window         what its draft is cut from then: from as many tokens on as were right
-    later          the chunk of the same sequence in the plan behind this one, where that waits for this draft
+    behind         of the chunk whose draft that is, the first row in its step, and the draft
+    later          the chunk of the same sequence in the plan behind this one, if this draft decides where it begins
     """
 
     sequence: Sequence
@@ -38,6 +39,7 @@ class Chunk:
     kind: tuple[str, int] | None = None
     slack: int = 0
     window: tuple[int, ...] = ()
+    behind: tuple[int, tuple[int, ...]] | None = None
     later: "Chunk | None" = None
 
     def settle(self, accepted: int) -> None:
@@ -71,8 +73,8 @@ class StepPlan:
     planned   when it was made, in time.monotonic() seconds; None where that is not measured
     ahead     whether it was made while another was computed; None where none is
     failure   why it cannot be computed
-    follows   of each chunk the one of the plan before it whose draft decides where it begins: the plan is made while
-              that is verified, and cannot be computed before its outcome is known (behind.py)
+    follows   of each chunk the one of the plan before it whose draft decides where it begins: the plan is made, and
+              launched, while that is verified (behind.py)
     """
 
     chunks: list[Chunk]

@@ -320,8 +320,9 @@ class Scheduler(Verifying):
         return plan
 
     def _stamp(self, plan, lookahead):
-        """For whoever wants to know what a step took. Behind drafts nothing is ahead: it begins once they are known."""
-        ahead = bool(self._in_flight) and plan.follows is None
+        """For whoever wants to know what a step took. Of drafts behind drafts that is known at once: the host does its
+        part beside the step before, and that of the next one beside this."""
+        ahead = bool(self._in_flight) and not (plan.follows is not None and plan.drafted)
         plan.planned, plan.ahead = time.monotonic(), ahead if lookahead else None
 
     def _choose(self, lookahead, rested=True):

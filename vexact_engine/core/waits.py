@@ -12,8 +12,7 @@ class Pending(Protocol):
         """Whether wait() returns, or raises, at once."""
 
     def wait(self) -> Sampled:
-        """What was drawn; -1 for a sequence whose logits are not numbers. Raises what the computation failed of. What
-        is held back until that is known (StepPlan.follows) is launched then."""
+        """What was drawn; -1 for a sequence whose logits are not numbers. Raises what the computation failed of."""
 
 
 class Failed:

@@ -1,4 +1,5 @@
-"""Kernels are verified while weights are copied to a GPU: in a thread and on a stream of their own."""
+"""Kernels are verified while weights are copied to a GPU, and compiled while an engine starts: in a thread and on a
+stream of their own."""
 
 import contextlib
 import logging
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 import vexact_ops as vx
-from vexact_ops.patch.admit import empty_of, needs_of
+from vexact_ops.patch.admit import compile_draws, empty_of, needs_of
 
 from ..config import EngineConfig
 
@@ -48,6 +49,30 @@ def verifying(model: torch.nn.Module, device: torch.device, config: EngineConfig
         ended.set()
         thread.join()
         torch.cuda.empty_cache()  # of a stream that is not used again
+
+
+@contextlib.contextmanager
+def compiling(model: torch.nn.Module, device: torch.device, config: EngineConfig) -> Iterator[None]:
+    """Beside a start, which the block is: what that comes to last, and would wait for."""
+    head = model.get_output_embeddings()
+    if device.type != "cuda" or vx.current_backend() not in (None, "cuda") or head is None:
+        yield
+        return
+    vocabulary, width = head.weight.shape
+
+    def compile_all() -> None:
+        try:
+            with _own_stream(device):
+                compile_draws(width, vocabulary, config.max_num_seqs, device)
+        except Exception:
+            log.info("draws are compiled where they are met", exc_info=True)
+
+    thread = threading.Thread(target=compile_all, name="vexact-compile", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 @contextlib.contextmanager

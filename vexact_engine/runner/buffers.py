@@ -2,11 +2,12 @@
 
 There is one buffer, `words`, at a fixed address:
 
-    last token of each slot | ..... columns of the draw | columns of the forward .....
+    last token of each slot | ..... columns of the draw | columns of the forward | facts .....
                                                         ^ `middle`
 
 The columns of the forward begin at `middle`, and those of the draw end there: so where a column lies follows from its
-own part's sizes, a CUDA graph of either part finds its columns in place, and what a step needs is one piece. All that
+own part's sizes, a CUDA graph of either part finds its columns in place, and what a step needs is one piece. Facts are
+of a step behind drafts (follow.py). All that
 can be computed from numbers on the host is computed there, by NumPy for all tokens at once; a token that is known on
 the device alone is gathered from the last tokens, and pages from the page table, which lies beside the buffer.
 """
@@ -25,11 +26,16 @@ from vexact_ops.patch.batch import sent
 
 from ..core.step import Rows, Step
 from .batch import Batch
+from .follow import FACTS, Follow, most_words, settle
 from .memory import Caches
 
 _LINE = 16  # bytes: columns begin at multiples, always, for Triton compiles a kernel anew for pointers that do not
 _MOST_PAGES = 4096  # new ones of a step that its copy has room for; there may be more, in a copy of their own
 _WIDTH = 16  # the page table is handed out in widths that are multiples of this, where no graph fixes them
+
+
+def _lines(size: int) -> int:
+    return -(-size // _LINE) * _LINE
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def _places(part: Body | Head) -> tuple[dict[str, tuple[int, type, int]], int]:
     found, at = {}, 0
     for name, kind, count in part.columns():
         found[name] = at, kind, count
-        at += -(-count * np.dtype(kind).itemsize // _LINE) * _LINE
+        at += _lines(count * np.dtype(kind).itemsize)
     return found, at
 
 
@@ -140,23 +146,22 @@ class Host:
 
 @dataclass(frozen=True)
 class _Laid:
-    """A step's columns in a host's memory, from byte `first` to `end`, and what `move` is to know of them.
+    """A step's columns in a host's memory, from byte `first` to `end`.
 
-    owners, positions   of each row
-    apart       as the Body has it
-    pages       how many new ones there are behind the columns
+    sizes       of the columns
+    pages       how many new ones there are behind them
     news        or those that have a copy of their own
+    follow      of a step behind drafts what it depends on, and in which byte its words begin
     """
 
     body: dict[str, np.ndarray]
     head: dict[str, np.ndarray]
-    owners: np.ndarray
-    positions: np.ndarray
-    apart: bool
+    sizes: tuple[Body, Head | None]
     first: int
     end: int
     pages: int
     news: tuple | None
+    follow: tuple[Follow, int] | None
 
 
 def _draws(wanted: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -192,13 +197,14 @@ class Buffers:
         self.table = self._pages.view(slots + 1, max_pages)
         self.beside: Tensor | None = None  # of each page the one of layers with a window, where those have their own
         most = Body(tokens, tokens + slots + 1, tokens, tokens, tokens, max_pages)
-        last = -(-8 * (slots + 1) // _LINE) * _LINE
+        last = _lines(8 * (slots + 1))
         self.middle = last + _places(Head(tokens, plain=False))[1]
-        size = self.middle + _places(most)[1]
+        size = self.middle + _places(most)[1] + _lines(4 * most_words(slots))
         self._size, self._draws = size + _MOST_PAGES * 12, tokens
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self.words = self.memory.view(torch.int64)
         self.last = self.words[: slots + 1]
+        self.drawn = torch.zeros(tokens, dtype=torch.int64, device=device)  # in the last step, by its rows
         if device.type == "cuda":
             from . import triton  # on a CPU it need not be installed
 
@@ -235,18 +241,28 @@ class Buffers:
         draws = int(chunks["draws"].sum())
         return Work(len(step.token_ids), len(chunks), draws, int(lengths.max()), context, top, plain)
 
-    def send(self, step: Step | None, body: Body, head: Head | None, ids: Callable | None = None) -> Host:
-        """`lay` and `post`."""
-        host = self.lay(step, body, head, ids)
-        self.post(host)
+    def send(
+        self,
+        step: Step | None,
+        body: Body,
+        head: Head | None,
+        ids: Callable | None = None,
+        follow: Follow | None = None,
+    ) -> Host:
+        """Write a step's columns, padded to these sizes, and begin to copy them.
+
+        step     None: padding alone, to rehearse and to time
+        ids      count -> token ids for the padding
+        follow   what it depends on, if it is one behind drafts: its rows are moved once they are there
+        """
+        host = self._lay(step, body, head, ids, follow)
+        with self.kept(host):
+            self._post(host)
         return host
 
-    def lay(self, step: Step | None, body: Body, head: Head | None, ids: Callable | None = None) -> Host:
-        """Write a step's columns, padded to these sizes.
-
-        step   None: padding alone, to rehearse and to time
-        ids    count -> token ids for the padding
-        """
+    def _lay(
+        self, step: Step | None, body: Body, head: Head | None, ids: Callable | None, follow: Follow | None
+    ) -> Host:
         if not self._free:
             self._free.append(Host(self._size, self._draws, self.device))
             self._hosts += self._free
@@ -255,7 +271,7 @@ class Buffers:
         to = of_body = host.columns(body, self.middle)
         if step is None:
             tokens = count = draws = 0
-            chosen = ends = rows = positions = owners = np.zeros(0, np.int64)
+            chosen = ends = rows = positions = np.zeros(0, np.int64)
             latest = np.zeros(0, bool)
         else:
             tokens, count = len(step.token_ids), len(step.chunks)
@@ -272,7 +288,7 @@ class Buffers:
             page, offset = np.divmod(positions, self.page_size)
             to["ids"][:tokens] = step.token_ids
             known = self.middle // 8 + np.arange(tokens)
-            to["sources"][:tokens] = np.where(step.token_ids < 0, owners, known)
+            to["sources"][:tokens] = known if follow else np.where(step.token_ids < 0, owners, known)
             to["positions"][:tokens] = positions + self.rows.occupants["shift"][owners]
             to["places"][:tokens] = self.rows.table[owners, page].astype(np.int64) * self.page_size + offset
             if not body.all_drawn:
@@ -312,6 +328,10 @@ class Buffers:
             for name, padding in (("top_k", 0), ("temperature", warm), ("top_p", 1.0), ("min_p", 0.0)):
                 to[name][:draws], to[name][draws:] = occupants[name], padding
             to["address"][0] = host.address
+        behind = None if follow is None else (follow, end)
+        if follow is not None:
+            words, end = host.bytes[end:].view(np.int32), end + _lines(follow.words.nbytes)
+            words[: len(follow.words)] = follow.words
         where, pages = self._new if step is not None else ((), ())
         apart = len(pages) > _MOST_PAGES or not self._kernels
         if not apart:
@@ -320,35 +340,39 @@ class Buffers:
             host.bytes[numbers : numbers + 4 * len(pages)].view(np.int32)[:] = pages
         news = (where, pages) if apart and len(pages) else None
         count = 0 if apart else len(pages)
-        host.laid = _Laid(of_body, to, owners, positions, body.apart, first, end, count, news)
+        host.laid = _Laid(of_body, to, (body, head), first, end, count, news, behind)
         return host
 
-    def move(self, host: Host, step: Step, moved: np.ndarray) -> None:
-        """A step of decodes that was laid with others' ids: its rows are so many tokens further on."""
-        laid, tokens, count = host.laid, len(step.token_ids), len(step.chunks)
-        to, positions = laid.body, laid.positions + moved
-        page, offset = np.divmod(positions, self.page_size)
-        to["ids"][:tokens] = step.token_ids
-        to["sources"][:tokens] = self.middle // 8 + np.arange(tokens)
-        to["positions"][:tokens] += moved
-        to["places"][:tokens] = self.rows.table[laid.owners, page].astype(np.int64) * self.page_size + offset
-        if tokens == count or laid.apart:
-            to["context"][:tokens] += moved.astype(np.int32)
-        else:
-            lengths = step.chunks["length"]
-            to["context"][:count] += moved[np.cumsum(lengths) - lengths].astype(np.int32)
-        laid.head["positions"][:tokens] += moved
-
-    def post(self, host: Host) -> None:
-        """Begin to copy what was laid."""
+    def _post(self, host: Host) -> None:
         laid = host.laid
         first, end = laid.first // 8, laid.end // 8
+        if laid.follow and not self._kernels:  # what the step before has drawn is there
+            follow, apart = laid.follow[0], laid.sizes[0].apart
+            settle(follow, self.drawn.numpy(), laid.body, laid.head, self.rows.table, self.page_size, apart)
         if self._kernels:
             self._kernels.receive(host.words, self.words, self._pages, first, end, laid.pages)
         else:
             self.words[first:end] = host.words[first:end]
         if laid.news is not None:
             self._pages.index_copy_(0, *(send(part, self.device) for part in laid.news))
+        if laid.follow and self._kernels:
+            follow, facts = laid.follow
+            self._settle(facts, follow.chunks, *laid.sizes)
+
+    def rehearse(self) -> None:
+        """What a step behind drafts has beside others, of no rows: it is compiled then."""
+        if self._kernels:
+            body, head = Body(1, 1, 1, 1, 1, self.max_pages, all_drawn=True, apart=True), Head(1, plain=True)
+            facts = self.middle + _places(body)[1]
+            self.memory[facts : facts + 4 * len(FACTS)].zero_()
+            self._settle(facts, 1, body, head)
+
+    def _settle(self, facts: int, chunks: int, body: Body, head: Head) -> None:
+        (forward, _), (draw, size) = _places(body), _places(head)
+        at = [self.middle + forward[name][0] for name in ("ids", "positions", "places", "context")]
+        at.append(self.middle - size + draw["positions"][0])
+        columns = [place // 8 for place in (*at, facts)]
+        self._kernels.settle(self.words, self.drawn, self.table, chunks, *columns, body.apart, self.page_size)
 
     @contextlib.contextmanager
     def long_padding(self, body: Body, lengths: Sequence[int]) -> Iterator[None]:
@@ -437,9 +461,10 @@ class Buffers:
     def keep(self, columns: dict[str, Tensor], ids: Tensor, values: Sequence[Tensor]) -> None:
         """Note what was drawn: the ids for the slots' next tokens, all of it for the host."""
         if self._kernels:
-            self._kernels.keep(columns["slots"], ids, *values, self.last, columns["address"])
+            self._kernels.keep(columns["slots"], ids, *values, self.last, self.drawn, columns["address"])
         else:
             self.last.index_copy_(0, columns["slots"], ids)
+            self.drawn[: len(ids)] = ids
             parts = [t.view(torch.int32) for t in (ids, *values)]
             torch.cat(parts, out=self._drawn[: 4 * len(ids)])
 
@@ -459,13 +484,9 @@ class Buffers:
 
     def read(self, host: Host, draws: int, count: int) -> tuple[list[int], list[float], list[float]]:
         """Of `draws` draws the first `count`, once they are there."""
-        ids = self.drawn(host, draws, count).tolist()
+        ids = host.numbers[: 2 * draws].view(np.int64)[:count].tolist()
         values = host.numbers[2 * draws : 4 * draws].view(np.float32).reshape(2, draws)[:, :count].tolist()
         return ids, *values
-
-    def drawn(self, host: Host, draws: int, count: int) -> np.ndarray:
-        """The ids alone, where they lie."""
-        return host.numbers[: 2 * draws].view(np.int64)[:count]
 
     def give_back(self, host: Host) -> None:
         host.laid = None

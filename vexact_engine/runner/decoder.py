@@ -8,7 +8,8 @@ byte before it hands this one out.
 Nothing here waits for the device or looks at what is on it, so a call may be captured into a CUDA graph.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -473,6 +474,19 @@ def _put(images: vx.patch.Encoded, rows: Tensor, x: Tensor) -> Tensor:
     return x.masked_scatter(images.where[0, :, None], rows.to(x.dtype))
 
 
+def _alike(layers: Sequence[d.Layer]) -> frozenset[int]:
+    """Of each kind of layer all but the first one, beside the first and the last of all: there is no sum before the
+    one, and the other has fewer rows."""
+    kinds: set[tuple] = set()
+    found = set()
+    for i, layer in enumerate(layers[1:-1], 1):
+        kind = (getattr(layer.memory, "window", None), *(type(block.part) for block in layer.blocks))
+        if kind in kinds:
+            found.add(i)
+        kinds.add(kind)
+    return frozenset(found)
+
+
 _PARTS = {
     d.Attention: _Attention,
     d.Latent: _Latent,
@@ -505,6 +519,8 @@ class Decoder:
         ]
         self.norm = norm_of(weights, described.norm) if last else None
         self._copied = weights.copied
+        self._left_out: frozenset[int] = frozenset()
+        self._alike = _alike(chosen)
 
     def _embed(self, batch: Batch) -> Tensor:
         if self.tokens is not None:
@@ -512,6 +528,16 @@ class Decoder:
         else:
             x = self.embedding[batch.input_ids] if batch.embedded is None else batch.embedded
         return x if batch.images is None else _put(batch.images, batch.images.rows, x)
+
+    @contextlib.contextmanager
+    def one_of_each(self) -> Iterator[None]:
+        """In a with block layers that launch what others do are left out: for whoever wants kernels to be met once, and
+        not what they compute."""
+        self._left_out = self._alike
+        try:
+            yield
+        finally:
+            self._left_out = frozenset()
 
     @property
     def outdated(self) -> bool:
@@ -542,6 +568,8 @@ class Decoder:
         added = () if batch.images is None else batch.images.deepstack[self._first :]
         caches = Caches(paged.k_caches, paged.v_caches, paged.states).layers()
         for i, (layer, kept) in enumerate(zip(self.layers, caches)):
+            if i in self._left_out:
+                continue
             if seen is not None:
                 x = gathered(x)
                 seen(x if residual is None else x + residual)

@@ -33,8 +33,9 @@ class Recorder(Protocol):
 
     lasting: bool
 
-    def record(self, run: Run) -> Run:
-        """A function that does the same again, on what the same buffers hold then."""
+    def record(self, run: Run, if_settled: bool = False) -> Run | None:
+        """A function that does the same again, on what the same buffers hold then. if_settled: None where that would
+        be by kernels for want of others, which have not been verified yet."""
 
     def seconds(self, run: Run, replays: int = _REPLAYS) -> float:
         """The least of so many."""
@@ -76,8 +77,9 @@ class CudaRecorder:
             if was_on:
                 gc.enable()
 
-    def record(self, run: Run) -> Run:
-        return vx.cuda_graph(run if self._region is None else self._region.recording(run), pool=self._pool)
+    def record(self, run: Run, if_settled: bool = False) -> Run | None:
+        run = run if self._region is None else self._region.recording(run)
+        return vx.cuda_graph(run, pool=self._pool, if_settled=if_settled)
 
     def seconds(self, run: Run, replays: int = _REPLAYS) -> float:
         times = []
@@ -104,7 +106,7 @@ class HostRecorder:
     def session(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
-    def record(self, run: Run) -> Run:
+    def record(self, run: Run, if_settled: bool = False) -> Run | None:
         return run
 
     def seconds(self, run: Run, replays: int = _REPLAYS) -> float:

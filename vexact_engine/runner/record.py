@@ -213,10 +213,7 @@ class Graphs:
 
         def record(size: int, known_body: bool, known_head: bool) -> None:
             body, head = (of and of(size) for of in (body_of, head_of))
-            if not (known_body and known_head):
-                self._pad(body, head)
-                self._run(None if known_body else body, None if known_head else head)
-            ladder.put(size, graphs.Recorded(body, head, self._recorder.record(lambda: self._run(body, head))))
+            ladder.put(size, self._recorded(body, head, known_body, known_head))
 
         def tune(size: int) -> list[graphs.Run] | None:
             body = body_of and head_of and body_of(size)
@@ -246,6 +243,28 @@ class Graphs:
         self._met.add(name)
         return ladder
 
+    def _recorded(
+        self, body: Body | None, head: Head | None, known_body: bool = False, known_head: bool = False
+    ) -> graphs.Recorded:
+        """What is not known has its kernels compiled, verified and chosen first, in one layer of each kind. Where that
+        has left something to be met while recording, which cannot settle it, all layers are run."""
+
+        def run() -> None:
+            self._run(body, head)
+
+        if known_body and known_head:
+            return graphs.Recorded(body, head, self._recorder.record(run))
+        self._pad(body, head)
+        unknown = None if known_body else body, None if known_head else head
+        with self._runner.one_of_each():
+            self._run(*unknown)
+        alone = self._runner.ranks.size == 1  # others would not know whether this one runs all layers
+        replay = self._recorder.record(run, if_settled=alone)
+        if replay is None:
+            self._run(*unknown)
+            replay = self._recorder.record(run)
+        return graphs.Recorded(body, head, replay)
+
     def _fewer(self, progress: Progress, most: int) -> None:
         """Graphs of steps with chunks of at most so many sequences. Attention's grid is made for the worst that these
         may be, so a sequence that is padding costs some in every layer. Where that is not worth a graph, a size has
@@ -257,10 +276,7 @@ class Graphs:
             found, body = more.fit(size), self._mixed_body(size, most)
             if body != found.body and (known is None or size in known):
                 progress(f"graphs of {name}", done, len(more.sizes), f"{size} rows")
-                if name not in self._met:
-                    self._pad(body, None)
-                    self._runner.compute(body)
-                made = graphs.Recorded(body, None, self._recorder.record(lambda body=body: self._run(body, None)))
+                made = self._recorded(body, None, name in self._met, known_head=True)
                 if known is not None or self._wins(made, found):
                     found = made
                     own.append(size)
@@ -314,6 +330,10 @@ class Graphs:
         def step() -> None:
             self._run(body, head)
 
+        def products() -> None:
+            with self._runner.one_of_each():
+                step()
+
         def capture() -> Callable[[], float]:
             replay = self._recorder.record(step)
             held[:] = [replay]  # the others go when they have been compared
@@ -321,7 +341,7 @@ class Graphs:
 
         self._pad(body, head)
         with self._long(body):
-            tuned = vx.tune(step, capture, f"decodes of {body.tokens} rows: {memory.text(self._runner.memories)}")
+            tuned = vx.tune(products, capture, f"decodes of {body.tokens} rows: {memory.text(self._runner.memories)}")
         changed = [f"{one.product}: {one.chosen}, not {one.raced}" for one in tuned if one.chosen != one.raced]
         if changed:
             log.info("in a step of %d rows other kernels are faster than alone: %s", body.tokens, "; ".join(changed))

@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,61 +44,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_Run = Callable[[Host], "tuple[_Top | None, _Scores | None]"]
 _NUMBERS = 1 << 20  # of pages that take no memory
 _LIKELIEST_ROWS = 64  # whose logits are there at once: what it takes is not reckoned with at the start
 
 
 class Pending:
-    """A step that was launched, or that is to be once the one before it is waited for.
-
-    run      what launches it
-    follow   what is to be known before; None: nothing
-    then     the one that follows it
-    """
-
-    then: "Pending | None" = None
+    """A step that was launched."""
 
     def __init__(
-        self, buffers: Buffers, host: Host, step: Step, draws: int, count: int, run: _Run, follow: Follow | None
+        self, buffers: Buffers, host: Host, draws: int, count: int, top: "_Top | None", scores: "_Scores | None"
     ):
-        self._buffers, self._host, self._step, self._draws, self._count = buffers, host, step, draws, count
-        self._run: _Run | None = run
-        self._follow, self._error = follow, RuntimeError("the step before it was not waited for")
-        if follow is None:
-            with buffers.kept(host):
-                self._launch()
-
-    def _launch(self) -> None:
-        run, self._run = self._run, None
-        self._top, self._scores = run(self._host)
-
-    @torch.inference_mode()
-    def start(self, before: Step, drawn: np.ndarray) -> None:
-        """The step before it has drawn these. What fails here is found out in its turn."""
-        try:
-            with self._buffers.kept(self._host):
-                self._buffers.move(self._host, self._step, self._follow.start(before, drawn))
-                self._launch()
-            self._follow = None
-        except Exception as error:
-            self._error, self._run, self._host = error, None, None
+        self._buffers, self._host, self._draws, self._count = buffers, host, draws, count
+        self._top, self._scores = top, scores
 
     def ready(self) -> bool:
         """Whether `wait` returns, or raises, at once."""
-        return self._follow is not None or self._host is None or self._host.event is None or self._host.event.query()
+        return self._host is None or self._host.event is None or self._host.event.query()
 
     def wait(self) -> Sampled:
         """What was drawn, one for each chunk that was to be drawn after; id -1 where logits are no numbers. Once."""
-        (host, self._host), (then, self.then) = (self._host, None), (self.then, None)
-        if self._follow is not None:
-            self._run = None
-            if host is not None:
-                self._buffers.give_back(host)
-            raise self._error
+        host, self._host = self._host, None
         host.wait()
-        if then is not None:  # before anything else: the device has nothing to do
-            then.start(self._step, self._buffers.drawn(host, self._draws, self._count))
         ids, logprobs, raw = self._buffers.read(host, self._draws, self._count)
         self._buffers.give_back(host)
         scores, tops = self._scores.read() if self._scores else (None, None)
@@ -240,7 +205,6 @@ class Runner:
         if beside is not None:
             beside.undrawn = self.undrawn
         self.hidden: Tensor | None = None  # of the rows that are drawn after
-        self._newest: Pending | None = None
         found, self.sleep_backend = saver.choose(config.sleep_backend, device)
         names = ("weights", "buffers", "kv_cache", "graphs") if found else ()
         self.regions = {name: found.region(name) for name in names}
@@ -290,6 +254,8 @@ class Runner:
             self.buffers.caches = self._caches(pages, self.slots)
         if self.config.num_window_pages is not None:
             self.buffers.stand_beside(pages)
+        if self.config.speculation is not None:
+            self.buffers.rehearse()
         log.info("cache: %s", memory.sizes(self.memories, self.config, self.slots, self.dtype))
         self.graphs.capture(progress)
 
@@ -425,7 +391,7 @@ class Runner:
 
         scene    places on three axes, and images, where tokens of prompts with some are among its own
         epoch    images that were encoded in another one are encoded anew
-        follow   what the last step's outcome decides of this one: it is prepared, and begun in that one's `wait`
+        follow   what it depends on, where the last step's outcome decides where its chunks begin
         """
         if self.gallery is not None and self.gallery.epoch != epoch:
             self.gallery.clear()
@@ -439,10 +405,8 @@ class Runner:
         body = forward.body if forward else self.graphs.body(work)
         recorded = draw or forward
         head = (recorded and recorded.head) or (Head(work.draws, work.plain) if work.draws else None)
-        draws = head.draws if head else 0
-
-        def run(host: Host) -> tuple[_Top | None, _Scores | None]:
-            buffers.post(host)
+        host = buffers.send(step, body, head, follow=follow)
+        with buffers.kept(host):
             self._receive(step)
             buffers.restore(step)
             top = scores = None
@@ -462,14 +426,9 @@ class Runner:
                 top = _Top(self.head, self.hidden, buffers.rows.occupants["top"][slots])
             self._hand_on(step, work)
             buffers.save(step)
+            draws = head.draws if head else 0
             buffers.fetch(host, draws)
-            return top, scores
-
-        pending = Pending(buffers, buffers.lay(step, body, head), step, draws, work.draws, run, follow)
-        if follow is not None:
-            self._newest.then = pending
-        self._newest = pending
-        return pending
+        return Pending(buffers, host, draws, work.draws, top, scores)
 
     def compute(self, body: Body, whole: bool = False, aside: bool = True, scene: Scene | None = None) -> Tensor | None:
         """Final hidden states, of all tokens where `whole` says so; those that are drawn after are put aside."""
@@ -494,6 +453,10 @@ class Runner:
             else:
                 self.hidden[: body.draws].copy_(hidden)
         return hidden
+
+    def one_of_each(self) -> contextlib.AbstractContextManager:
+        """In a with block `compute` leaves layers out that launch what others do."""
+        return self.forward.one_of_each() if isinstance(self.forward, Decoder) else contextlib.nullcontext()
 
     def draw(self, head: Head, hidden: Tensor) -> None:
         """After its first rows."""

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_MOST_ROWS = 128  # of a chunk: a token and its draft, of at most MAX_DRAFT_TOKENS
+
 
 @functools.cache
 def _early(device: torch.device) -> dict:
@@ -92,14 +94,47 @@ def _take_kernel(source, rows, target, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     tl.store(target + row * WIDTH + at, x, mask=at < WIDTH)
 
 
+@triton.jit(do_not_specialize=["chunks", "ids", "positions", "places", "context", "draws", "facts", "apart"])
+def _settle_kernel(
+    words, drawn, table, chunks, ids, positions, places, context, draws, facts, apart, table_stride, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    _begin(PDL)
+    chunk, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    own = (words + facts).to(tl.pointer_type(tl.int32)) + 8 * chunk  # as follow.py has it: FACTS
+    tokens = (words + facts).to(tl.pointer_type(tl.int32)) + 8 * chunks
+    drawn += tl.load(own)
+    drafted = tl.load(own + 2)
+    draft = tl.load(tokens + tl.load(own + 1) + lane, mask=lane < drafted, other=0)
+    alike = (lane < drafted) & (tl.load(drawn + lane, mask=lane < drafted, other=-1) == draft)
+    right = tl.min(tl.where(alike, BLOCK, lane), 0)
+    row, there = tl.load(own + 3) + lane, lane < tl.load(own + 4)
+    window = tokens + tl.load(own + 5) + right - 1
+    token = tl.load(window + lane, mask=there & (lane > 0), other=0).to(tl.int64)
+    tl.store(words + ids + row, tl.where(lane > 0, token, tl.load(drawn + right)), mask=there)
+    position = tl.load(own + 6) + right + lane
+    page = tl.load(table + tl.load(own + 7).to(tl.int64) * table_stride + position // PAGE, mask=there, other=0)
+    tl.store(words + places + row, page.to(tl.int64) * PAGE + position % PAGE, mask=there)
+    turned = words + positions + row
+    tl.store(turned, tl.load(turned, mask=there, other=0) + right, mask=there)
+    counted = words + draws + row
+    tl.store(counted, tl.load(counted, mask=there, other=0) + right, mask=there)
+    keys = (words + context).to(tl.pointer_type(tl.int32)) + tl.where(apart != 0, row, chunk)
+    each = there & ((lane == 0) | (apart != 0))
+    tl.store(keys, tl.load(keys, mask=each, other=0) + right, mask=each)
+
+
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["ids", "values", "raw_values"])
-def _keep_kernel(slots, ids, values, raw_values, last, address, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _keep_kernel(
+    slots, ids, values, raw_values, last, newest, address, rows, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     _begin(PDL)
     drawn = tl.load(address).to(tl.pointer_type(tl.int32))
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
     token = tl.load(ids + row, mask=there, other=0)
     tl.store(last + tl.load(slots + row, mask=there, other=0), token, mask=there)
+    tl.store(newest + row, token, mask=there)
     tl.store(drawn.to(tl.pointer_type(tl.int64)) + row, token, mask=there)
     value = tl.load(values + row, mask=there, other=0.0)
     raw = tl.load(raw_values + row, mask=there, other=0.0)
@@ -155,10 +190,35 @@ def take(source: Tensor, rows: Tensor, target: Tensor) -> None:
         )
 
 
-def keep(slots: Tensor, ids: Tensor, values: Tensor, raw_values: Tensor, last: Tensor, address: Tensor) -> None:
-    """last[slots] = ids; and where `address` says, the bytes of ids, values and raw values."""
+def settle(
+    words: Tensor,
+    drawn: Tensor,
+    table: Tensor,
+    chunks: int,
+    ids: int,
+    positions: int,
+    places: int,
+    context: int,
+    draws: int,
+    facts: int,
+    apart: bool,
+    page_size: int,
+) -> None:
+    """Of a step behind drafts, what `settle` of follow.py does: `facts` of so many chunks, and the columns, begin where
+    these say in `words`, and `draws` are the positions of its draws."""
+    with _on(words.device):
+        _settle_kernel[(chunks,)](
+            words, drawn, table, chunks, ids, positions, places, context, draws, facts, int(apart), table.stride(0),
+            PAGE=page_size, BLOCK=_MOST_ROWS, num_warps=4, **_early(words.device),
+        )  # fmt: skip
+
+
+def keep(
+    slots: Tensor, ids: Tensor, values: Tensor, raw_values: Tensor, last: Tensor, newest: Tensor, address: Tensor
+) -> None:
+    """last[slots] = ids and newest[: len(ids)] = ids; where `address` says, the bytes of ids, values and raw values."""
     rows = len(ids)
     with _on(ids.device):
         _keep_kernel[(_cdiv(rows, 128),)](
-            slots, ids, values, raw_values, last, address, rows, BLOCK=128, num_warps=4, **_early(ids.device)
+            slots, ids, values, raw_values, last, newest, address, rows, BLOCK=128, num_warps=4, **_early(ids.device)
         )

@@ -24,6 +24,7 @@ from ..weights.draft import Draft
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from . import memory
+from .ahead import compiling
 from .beside import runner_beside
 from .drafting import DraftModel
 from .follow import Follow
@@ -98,7 +99,8 @@ class Worker:
             if draft is not None and draft.prefix:
                 self._stack.enter_context(_owned(draft.module))
             beside = runner_beside(draft, self._handle, config, self.device, self._stack)
-            self._runner = Runner(model, self._handle, config, self.device, beside)
+            with compiling(model, self.device, config):
+                self._runner = Runner(model, self._handle, config, self.device, beside)
             self.draft_model = None if beside is None else DraftModel(beside.launch, **beside.facts())
             self.config, self.path = self._runner.config, self._runner.path
             self.numerics = self._handle.numerics(self.device)
@@ -132,7 +134,7 @@ class Worker:
             raise plan.failure
         step = self._encoder.encode(plan)
         if plan.follows is not None:
-            return self._runner.launch(step, follow=Follow(plan, step))
+            return self._runner.launch(step, follow=Follow(plan))
         if self.images is None:
             return self._runner.launch(step)
         return self._runner.launch(step, scene_of(plan), plan.image_epoch)

@@ -12,7 +12,8 @@ import ctypes
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import overload
 
 import torch
 
@@ -40,13 +41,23 @@ class CudaGraph:
         _call("cuGraphLaunch", self._exec, ctypes.c_void_p(stream))
 
 
-def cuda_graph(run: Callable[[], object], *, pool: tuple[int, int] | None = None) -> CudaGraph:
+@overload
+def cuda_graph(run: Callable[[], object], *, pool: tuple[int, int] | None = None) -> CudaGraph: ...
+@overload
+def cuda_graph(
+    run: Callable[[], object], *, pool: tuple[int, int] | None = None, if_settled: bool
+) -> CudaGraph | None: ...
+def cuda_graph(
+    run: Callable[[], object], *, pool: tuple[int, int] | None = None, if_settled: bool = False
+) -> CudaGraph | None:
     """Record what `run` launches on the current stream into a CUDA graph.
 
     run      called once or, where another thread has broken the capture by waiting for the whole device, again. It may
              neither wait for the device nor draw random numbers of torch, and all it calls has been called before, so
              that nothing is compiled, verified or allocated for good meanwhile
     pool     torch.cuda.graph_pool_handle(), which graphs that are launched one after another may share; None: its own
+    if_settled  None is returned where an op would have verified kernels if it had not been in a graph: canonical ones,
+             which may take ten times as long, would be in it for good
 
     returns  a function without arguments that launches it
     raises   ValueError on the default stream; what `run` raises; RuntimeError where the capture was broken 8 times
@@ -57,8 +68,9 @@ def cuda_graph(run: Callable[[], object], *, pool: tuple[int, int] | None = None
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     for left in reversed(range(_TRIES)):
         try:
-            with alone:
-                return _capture(run, pool, stream.device)
+            with alone, _settled() as settled:
+                graph = _capture(run, pool, stream.device)
+            return graph if settled() or not if_settled else None
         except _Broken as broken:
             if not left:
                 raise RuntimeError(
@@ -99,6 +111,27 @@ def synchronize(device: torch.device | None = None) -> None:
     with `cuda_graph`: torch.cuda.synchronize raises then, and breaks the capture."""
     with alone:
         torch.cuda.synchronize(device)
+
+
+class _Asked(threading.local):
+    in_vain = 0
+
+
+_asked = _Asked()
+
+
+def settles_nothing(device: torch.device) -> bool:
+    """Whether nothing can be verified now, for it would be inside a graph: asked where something is to be."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    _asked.in_vain += capturing
+    return capturing
+
+
+@contextlib.contextmanager
+def _settled() -> Iterator[Callable[[], bool]]:
+    """Whether in this block, of this thread, nothing was to be verified."""
+    before = _asked.in_vain
+    yield lambda: _asked.in_vain == before
 
 
 def _capture(run: Callable[[], object], pool: tuple[int, int], device: torch.device) -> CudaGraph:

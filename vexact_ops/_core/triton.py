@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .graph import settles_nothing
+
 OPTIONS = {"enable_fp_fusion": False}
 _LOG = logging.getLogger(__name__)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -95,7 +97,7 @@ def launch(launches: Sequence[Launch], device: torch.device, kind: Hashable) -> 
             one.kernel[one.grid](*one.args, **one.options)
 
     if (device, kind) not in _launched and not compiling():
-        if _compiles(device) and not torch.cuda.is_current_stream_capturing():
+        if _compiles(device) and not settles_nothing(device):
             with contextlib.suppress(Exception):
                 compile_ahead(run, device)
         _launched.add((device, kind))

@@ -34,8 +34,9 @@ LATENT = 576  # such keys hold their values: a kernel of their own, blocks of 64
 LONG = 256  # queries, of which each may meet LONG_WORK / queries keys: below, our kernel is as fast as a launch
 LONG_WORK = 1 << 20
 LONG_CHUNK = 16  # queries of the longest chunk of a paged call; shorter ones stand among single queries
-FEW_QUERIES = 16  # of each sequence, as where drafts are verified: tiles of decode hold several of them
+FEW_QUERIES = 16  # of each sequence, as where drafts are verified: a kernel whose tiles hold several of them
 FEW_HEAD_DIMS = {(64, 64), (128, 128)}  # that there is such a kernel for
+FEW_TILES = 1, 2, 3, 4  # of 16 rows, that it takes at a time (csrc/attention/flash_few.cuh)
 MOST_SPLIT = 512  # sequences of a decode step whose segments run in parallel (csrc/attention/flash_decode.cuh)
 MOST_PARTIAL = 1 << 26  # fp32 values that the parallel segments of a call may put aside
 # kernels, as decisions name them
@@ -189,10 +190,23 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
         nonfinite = _fast_prefill(
             q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, scale, window, kv_segment, sinks, out
         )
+    if kernel == FEW:
+        tiles = few_tiles(q, k_cache, len(context_lens), max_seqlen_q)
+        few_paged(q, k_cache, v_cache, *step, scale, window, sinks, out, tiles, settled)
+        return out
     # single queries; with nonfinite, the others only where a value is not finite
-    numbers = scale, window, kv_segment, sinks
-    ours_paged(q, k_cache, v_cache, *step, *numbers, out, partial, nonfinite, settled, few=kernel == FEW)
+    ours_paged(q, k_cache, v_cache, *step, scale, window, kv_segment, sinks, out, partial, nonfinite, settled)
     return out
+
+
+def few_tiles(q: Tensor, k_cache: Tensor, sequences: int, most: int) -> int:
+    """How many tiles of 16 rows a thread block should take at a time, where a sequence has up to `most` queries: as few
+    as let all run at once, for then none waits for another's sums; where they cannot, as many as may be, for keys and
+    values to be read as seldom as may be."""
+    heads_k = k_cache.shape[2]
+    tiles, top = -(-most * (q.shape[1] // heads_k) // 16), FEW_TILES[-1]
+    parts = max(gpu.multiprocessors(q.device) // max(sequences * heads_k, 1), -(-tiles // top), 1)
+    return -(-tiles // min(parts, tiles))
 
 
 def _fast_prefill(
@@ -210,13 +224,23 @@ def _fast_prefill(
 
 def ours_paged(
     q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, scale, window, segment, sinks, out,
-    partial=None, wanted=None, settled=False, few=False,
+    partial=None, wanted=None, settled=False,
 ) -> None:  # fmt: skip
     """Our kernels: write out (T, Hq, Dv); rows of sequences with more queries than one only where wanted (1,) int32, if
-    it is there, does not hold 0. settled: as attention_paged is asked. few: by the kernel for few queries each."""
+    it is there, does not hold 0. settled: as attention_paged is asked."""
     step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
-    numbers = sinks, scale, window or 0, segment or 0, settled, few
+    numbers = sinks, scale, window or 0, segment or 0, settled
     native.ops().attention_flash_paged(q, k_cache, v_cache, *step, *numbers, wanted, partial, out)
+
+
+def few_paged(
+    q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, scale, window, sinks, out, tiles,
+    settled=False,
+) -> None:  # fmt: skip
+    """Our kernel for few queries of each sequence, `tiles` tiles of 16 rows at a time: writes out (T, Hq, Dv)."""
+    step = block_table, context_lens, cu_seqlens_q, max_seqlen_q
+    numbers = sinks, scale, window or 0, settled, tiles
+    native.ops().attention_flash_few(q, k_cache, v_cache, *step, *numbers, out)
 
 
 # --- admission ------------------------------------------------------------------------------------------------------
@@ -507,19 +531,21 @@ def _ends(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], counts: list[int]
 
 @decided
 def _few(device: torch.device, dtype: torch.dtype, shape: Shape, page: int) -> Proposal:
-    def run(few):
-        def call(q, k, v, table, lens, cu, sinks):
-            out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype, device=q.device)
-            numbers = shape.scale, shape.window, None, sinks
-            ours_paged(q, k, v, table, lens, cu, FEW_QUERIES, *numbers, out, few=few)
-            return out
+    def canonical(q, k, v, table, lens, cu, sinks):
+        out = torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype, device=q.device)
+        ours_paged(q, k, v, table, lens, cu, FEW_QUERIES, shape.scale, shape.window, None, sinks, out)
+        return [out] * len(FEW_TILES)
 
-        return call
+    def few(q, k, v, table, lens, cu, sinks):  # which of them serves a call is a matter of its size
+        outs = [torch.empty(*q.shape[:2], v.shape[3], dtype=q.dtype, device=q.device) for _ in FEW_TILES]
+        for tiles, out in zip(FEW_TILES, outs):
+            few_paged(q, k, v, table, lens, cu, FEW_QUERIES, shape.scale, shape.window, sinks, out, tiles)
+        return outs
 
     return Proposal(
         _key("paged few", dtype, shape, f"page={page}"),
-        [Candidate(FEW, run(True), _source())],
-        Candidate(OURS, run(False), _source()),
+        [Candidate(FEW, few, _source())],
+        Candidate(OURS, canonical, _source()),
         functools.partial(_few_cases, device, dtype, shape, page),
         ahead=False,
     )

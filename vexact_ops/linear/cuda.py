@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .._core import digest, gpu, native, tune
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
+from .._core.graph import settles_nothing
 from .._core.proof.inputs import special_rows
 from .._core.triton import copy_rows
 from . import tiles, triton
@@ -98,7 +99,7 @@ def _matmul(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, r
 
 def _settle(a: Tensor, b: Tensor, b_t: bool, bias: Tensor | None, out: Tensor, resume: bool) -> bool:
     """Choose the kernel for products of this class. False inside a graph, where nothing can be verified."""
-    if torch.cuda.is_current_stream_capturing():
+    if settles_nothing(a.device):
         return False
     decision = route(Product.of(a, b, b_t, bias, out, resume))
     if decision.final:
