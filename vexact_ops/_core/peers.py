@@ -11,6 +11,8 @@ from . import native
 
 _MOST_RANKS = 8
 _LINE, _LINES, _NUMBERS = 8, 1 << 17, 128  # as in csrc/common/sent.cuh: bytes of columns in a line, lines, counters
+_COMPUTED = 64  # rows that kernels send as they compute them
+_ON_LINKS = 1 << 20  # bytes: lines are twice as many, from so many on slower than what gather does
 
 
 class Sent(NamedTuple):
@@ -89,7 +91,8 @@ class Peers:
         """Whether so many rows and columns of each rank may be sent by the kernel that computes them, and received by
         the one that needs them: the same on every rank."""
         size = columns * dtype.itemsize
-        return rows > 0 and columns > 0 and size % _LINE == 0 and rows * size <= _LINE * _LINES
+        few = rows <= _COMPUTED or rows * size * (self.size - 1) <= _ON_LINKS
+        return few and rows > 0 and columns > 0 and size % _LINE == 0 and rows * size <= _LINE * _LINES
 
     @property
     def places(self) -> tuple[Tensor, int]:
