@@ -1,5 +1,5 @@
 // linear for up to kReceivedRows rows on SM90 of columns that ranks have one beside the other, received as they come
-// (common/receive.cuh): sm90_skinny.cuh's product, but for where a stage's rows of x come from. Eight warps wait for lines
+// (common/receive.cuh): sm90_skinny.cuh's product, but for where a stage's rows of x come from. Sixteen warps wait for lines
 // and put them where the copy engine would have; the weight's first stages are on their way meanwhile.
 // Results may be sent: they are of the next round, and whoever receives them counts both. Whoever has sent one has received
 // all lines of this one, for it takes all of a row of x; so those who have received them all know that this round's lines
@@ -11,7 +11,7 @@
 namespace vx::sm90 {
 
 constexpr int kReceivedRows = 4;  // more are received by fewer than multiply them
-constexpr int kReceiveWarps = 8, kReceivedThreads = 160 + 32 * kReceiveWarps;
+constexpr int kReceiveWarps = 16, kReceivedThreads = 160 + 32 * kReceiveWarps;
 
 struct Received {
   Receiving receiving;
