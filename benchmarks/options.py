@@ -8,7 +8,21 @@ from pathlib import Path
 
 import torch
 
-from . import engine, gather, handover, images, peers, repeats, rl_step, rollout, speculation, start, training
+from . import (
+    engine,
+    gather,
+    handover,
+    handover_ranks,
+    images,
+    peers,
+    repeats,
+    rl_step,
+    rollout,
+    speculation,
+    start,
+    training,
+    ulysses,
+)
 from .shapes import SHAPES, Shape, free
 
 ROOMS = sorted(path.stem for path in (Path(__file__).parent / "ops").glob("*.py") if path.stem != "__init__")
@@ -19,6 +33,7 @@ PROGRAMS = {
     "engine": {"shape", "dtype", "peers", "peer_path", "model", "layers", "latent", "log"},
     "gather": {"rows"},
     "handover": {"shape", "repeats", "layers"},
+    "handover_ranks": {"shape", "repeats", "layers"},
     "images": {"repeats", "layers", "new", "seed"},
     "imports": {"repeats"},
     "memory": {"shape", "dtype", "rows"},
@@ -28,18 +43,21 @@ PROGRAMS = {
     "speculation": {"shape", "dtype", "model", "layers", "batch", "prompt", "new", "seed", "log"},
     "start": {"shape", "layers", "log"},
     "training": {"shape", "repeats", "layers"},
+    "trl_steps": {"shape", "model", "layers", "steps", "prompts", "samples", "new"},
+    "ulysses": {"shape", "repeats", "layers", "ranks"},
     "verify": {"shape", "dtype", "model", "layers", "latent", "log"},
 }
 OWN = {
     "engine": engine,
     "gather": gather,
     "handover": handover,
+    "handover_ranks": handover_ranks,
     "images": images,
     "repeats": repeats,
     "rl_step": rl_step,
     "rollout": rollout,
 }
-OWN |= {"speculation": speculation, "start": start, "training": training}
+OWN |= {"speculation": speculation, "start": start, "training": training, "ulysses": ulysses}
 DTYPES = ("float32", "bfloat16", "float16")
 FREE = ("n", "k", "experts", "top_k", "heads", "kv_heads", "head_dim")
 OF_A_ROOM = {"shape", "dtype", "rows", "case", "peers", "peer_path", "repeats", "eager", "refcheck", "lengths", *FREE}

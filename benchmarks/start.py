@@ -4,7 +4,10 @@ what was chosen on such a GPU; where it does not; and again in another process.
 python -m benchmarks start --shape qwen3-1.7b,qwen3-8b
 python -m benchmarks start --shape qwen3-1.7b,qwen3-8b --record
 python -m benchmarks start --shape gpt-oss-20b --layers 4 --log
+python -m benchmarks start --recipe --shape qwen3-0.6b
 
+--recipe: as shipped and warm, from the command of `vexact recipe grpo` to the end of its first step, in which trainer
+and engine begin, answers are drawn, and a step is trained.
 --record writes what was chosen where all was timed (kernels by shapes, sizes of graphs by engines) to
 vexact_ops/_core/chosen/<gpu>.json, beside what is there: data that other machines with this GPU start with. Bits are
 no matter of it: a kernel that is named there is verified on each machine as ever. In a checkout.
@@ -16,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +28,7 @@ from vexact_ops._core import choices
 from .harness import ROOT, environment
 
 ROWS, TRAINING_ROWS = 512, 8192
+ANSWERS = {"cpu": (1, 2, 4), "cuda": (16, 16, 128)}  # of a step of the recipe: prompts, samples, tokens
 LOG = "%(relativeCreated)7d ms %(name)s: %(message)s"
 
 _CHILD = """
@@ -67,13 +72,21 @@ print(json.dumps({
 
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("start")
+    group.add_argument("--recipe", action="store_true", help="the first step of `vexact recipe grpo` (an engine)")
     group.add_argument("--record", action="store_true", help="keep what was chosen, as data of the library (measure)")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict]:
     """Three records per shape: `all timed` and `as shipped`, with caches of verdicts and kernels that are empty, and
     `warm`. With --record one. compilers_s: of Triton's `compiled` kernels, each by itself: many compile at a time."""
+    if args.recipe and args.record:
+        raise ValueError("start: --recipe: got --record too, which is of an engine alone")
     for shape in args.shape.split(","):
+        if args.recipe:
+            with _caches() as caches:
+                for what in ("as shipped", "warm"):
+                    yield _record(args, f"recipe grpo, {shape}", what, _first_step(args, shape, caches))
+            continue
         if args.record:
             with _caches() as caches:
                 found = _child(args, shape, caches | {"VEXACT_CHOICES": "0"}, ROWS, TRAINING_ROWS)
@@ -101,6 +114,35 @@ def _child(args: argparse.Namespace, shape: str, variables: dict, rows: int = 0,
     command = [sys.executable, "-c", _CHILD, shape, args.device, *numbers, LOG if args.log else ""]
     done = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
+    """Seconds from the command to the record of its first step, and to that of the second.
+
+    raises  RuntimeError where the run fails, which it does too where a log-probability has other bits
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder, "run.jsonl"), Path(folder, "log.txt")
+        sizes = zip(("--prompts", "--samples", "--max-new-tokens"), ANSWERS[args.device])
+        given = ["--model", shape, "--device", args.device, "--steps", "2", "--record", str(file)]
+        given += [word for name, value in sizes for word in (name, str(value))]
+        given += ["--layers", str(args.layers)] if args.layers else []
+        command, seconds = [sys.executable, "-m", "vexact_engine.cli", "recipe", "grpo", *given], []
+        begin = time.perf_counter()
+        with open(log, "w") as said:
+            process = subprocess.Popen(command, env=os.environ | variables, stdout=said, stderr=said, cwd=ROOT)
+            try:
+                ended = None
+                while ended is None:
+                    ended = process.poll()  # ahead of the last look
+                    steps = file.read_text().count('"kind": "step"') if file.exists() else 0
+                    seconds += [time.perf_counter() - begin] * (steps - len(seconds))
+                    time.sleep(0.05)
+            finally:
+                process.kill()
+        if process.wait() or len(seconds) < 2:
+            raise RuntimeError(f"start: recipe grpo: exit code {process.returncode}\n{log.read_text()[-2000:]}")
+    return {"ours": round(seconds[0], 2), "second_s": round(seconds[1] - seconds[0], 2)}
 
 
 def _record(args: argparse.Namespace, shape: str, start: str, found: dict) -> dict:

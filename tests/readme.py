@@ -150,6 +150,9 @@ _NAMES = {
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v3": "DeepSeek-V3",
+    "qwen3-vl-2b": "Qwen3-VL-2B",
+    "qwen3-vl-8b": "Qwen3-VL-8B",
+    "qwen3-vl-30b-a3b": "Qwen3-VL-30B-A3B",
     "fsdp2": "FSDP2",
     "veomni": "VeOmni",
 }
@@ -185,13 +188,16 @@ def verified() -> str:
     for (machine, commit), names in groups.items():
         rows.append(f"| `vexact verify`, true sizes: {', '.join(names)} | {machine} | {commit} |")
     runs: dict[tuple, dict[str, list[str]]] = {}
-    for record in {(r["case"], r["backend"]): r for r in _records("main_ppo")}.values():
+    newest = {(r["case"], r["backend"], r["ranks"]): r for r in _records("main_ppo")}
+    for record in newest.values():
         if record["backend"] == "vexact" and not record["mismatched"]:
             of = tuple(record[name] for name in ("gpu", "ranks", "steps", "tokens", "commit"))
-            family, engine = (_NAMES[name] for name in record["case"].split())
-            runs.setdefault(of, {}).setdefault(engine, []).append(family)
+            family, engine, *layout = record["case"].split()
+            name = _NAMES[family] + (f" ({' '.join(layout)})" if layout else "")
+            runs.setdefault(of, {}).setdefault(_NAMES[engine], []).append(name)
     for (machine, ranks, steps, tokens, commit), engines in runs.items():
-        what = f"verl's `main_ppo`, {steps} steps on {ranks} GPUs, layers of true sizes, {tokens:,} tokens each"
+        gpus = f"{ranks} GPU{'s' * (ranks > 1)}"
+        what = f"verl's `main_ppo`, {steps} steps on {gpus}, layers of true sizes, {tokens:,} tokens each"
         names = "; ".join(f"{engine}: {', '.join(families)}" for engine, families in engines.items())
         rows.append(f"| {what}: {names} | {machine.removeprefix('NVIDIA ')} | {commit} |")
     return "\n".join(rows)

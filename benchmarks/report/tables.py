@@ -250,7 +250,7 @@ def start_table(records: Iterable[dict]) -> str:
     """Seconds until an engine can compute, and what of them was verifying kernels."""
     heads = ["engine", "starts in, s", "verifying, s", "kernels verified", "compiled", "weights, s", "imports, s"]
     names = "ours", "verifying_s", "kernels", "compiled", "weights_s", "import_s"
-    return markdown(heads, [[r["case"], *(str(r[name]) for name in names)] for r in records])
+    return markdown(heads, [[r["case"], *(str(r.get(name, "")) for name in names)] for r in records])
 
 
 def program_table(records: Iterable[dict]) -> str:

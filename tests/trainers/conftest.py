@@ -42,23 +42,16 @@ def pytest_pycollect_makemodule(module_path, parent):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """models(family) -> the folder of a tiny model with its tokenizer, made once."""
-    from .models import make_model
+    from .models import tiny_models
 
-    folder, made = tmp_path_factory.mktemp("models"), {}
-
-    def model(family: str) -> Path:
-        if family not in made:
-            made[family] = make_model(family, folder / family)
-        return made[family]
-
-    return model
+    return tiny_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def trained(request, models, tmp_path_factory):
     """trained(case) -> its Run of main_ppo. All cases that this session asks of the module run one after the other, as
     many of them side by side as there is room for: a run is its processes' start, and those wait for one another. A
-    module may have prepare(case, folder) -> the case as it is run, and its model's folder."""
+    module may have prepare(case, folder, models) -> the case as it is run, and its model's folder."""
     from vexact_engine.runner.memory import available_bytes
 
     from .ppo import run, selected
@@ -67,9 +60,9 @@ def trained(request, models, tmp_path_factory):
     room = min(cores // request.module.CORES_PER_RUN, available_bytes() // RUN_BYTES)
     folder, begun = tmp_path_factory.mktemp("ppo"), {}
     with ThreadPoolExecutor(max(1, room)) as pool:
-        prepare = getattr(request.module, "prepare", lambda case, folder: (case, models(case.family)))
+        prepare = getattr(request.module, "prepare", lambda case, folder, models: (case, models(case.family)))
         for case in selected(request):
-            made = prepare(case, folder / f"{case}-given")
+            made = prepare(case, folder / f"{case}-given", models)
             begun[case] = pool.submit(run, *made, folder / str(case), SECONDS)
         yield lambda case: begun[case].result()
         for later in begun.values():

@@ -1,6 +1,7 @@
 """Small models of a few families, their tokenizers and their prompts, as folders. Nothing is fetched."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -169,6 +170,18 @@ def make_model(family: str, folder: Path, seed: int = 0, sizes: dict | None = No
     save(model.to(torch.bfloat16), folder)
     words.save_pretrained(folder)
     return folder
+
+
+def tiny_models(folder: Path) -> Callable[[str], Path]:
+    """model(family) -> its folder, made once."""
+    made = {}
+
+    def model(family: str) -> Path:
+        if family not in made:
+            made[family] = make_model(family, folder / family)
+        return made[family]
+
+    return model
 
 
 def make_prompts(folder: Path, count: int = 32) -> Path:

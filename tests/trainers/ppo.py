@@ -12,10 +12,14 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import rewards, workers
 from .environment import environment
 from .models import make_prompts
+
+if TYPE_CHECKING:
+    import torch
 
 # verl's own names: what its users look at. All are 0.0 where rollout and trainer agree in every bit.
 ZERO = (
@@ -42,11 +46,23 @@ class Case:
     device: str = "cpu"  # or cuda
     rewards: str | None = None  # of a model: "colocated" with the trainers, or on a GPU "apart"
     turns: bool = False  # answers have what tools said between what was drawn
+    ulysses: int = 1  # ranks that share a row
+    experts: int = 1  # ranks that share a layer's experts
+    whole: bool = False  # weights' gradients are those of one rank to a row; the trained weights are kept
+    first_gpu: int = 0  # the ranks' are this one and those behind it
     overrides: tuple[str, ...] = ()
 
     def __str__(self):
         changed = "" if self.vendor else "-stock"
-        return f"{self.engine}-{self.family}-{self.ranks}rank-{self.mode}{changed}"
+        layout = self.layout.replace(" ", "").lower()
+        return f"{self.engine}-{self.family}-{self.ranks}rank-{self.mode}{layout and '-'}{layout}{changed}"
+
+    @property
+    def layout(self) -> str:
+        """Beside FSDP alone, in words."""
+        parts = ("Ulysses", self.ulysses), ("EP", self.experts)
+        found = " x ".join(f"{name} {size}" for name, size in parts if size > 1)
+        return f"{found} whole".strip() if self.whole else found
 
 
 @dataclass
@@ -64,7 +80,8 @@ class Run:
 def selected(request) -> list[Case]:
     """Of the module that a fixture is made for: the cases of the tests that run, each once."""
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    return list(dict.fromkeys(item.callspec.params["case"] for item in here))
+    given = (value for item in here for value in item.callspec.params.values())
+    return list(dict.fromkeys(value for value in given if isinstance(value, Case)))
 
 
 def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]:
@@ -124,6 +141,20 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
         given[f"{rollout}.checkpoint_engine.backend"] = "vexact"
         given[f"{rollout}.checkpoint_engine.custom_backend_module"] = "vexact_engine.verl.checkpoint"
         given["trainer.v1.separate_async.parameter_sync_step"] = 1
+    if case.ulysses > 1 and case.engine == "fsdp2":
+        given[f"{actor}.fsdp_config.ulysses_sequence_parallel_size"] = case.ulysses
+    if case.engine == "veomni" and case.ulysses * case.experts > 1:
+        given[f"{actor}.veomni.ulysses_parallel_size"] = case.ulysses
+        given[f"{actor}.veomni.expert_parallel_size"] = case.experts
+    if case.whole:  # answers are the same in every run too, and in the same order
+        given |= {
+            "+actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients": True,
+            f"{rollout}.full_determinism": True,
+            "trainer.v1.sampler.custom_sampler.path": "pkg://vexact_engine.verl.sampler",
+            "trainer.v1.sampler.custom_sampler.name": "Ordered",
+            "trainer.save_freq": case.steps,
+            f"{actor}.checkpoint.save_contents": "[model]",
+        }
     told = case.overrides
     if case.rewards:
         told = (*rewards.options(rewards.make_model(folder / "reward_model"), case.rewards == "apart"), *told)
@@ -186,11 +217,31 @@ def run(case: Case, model: Path, folder: Path, timeout: float = 900) -> Run:
     prompts = make_prompts(folder / "data", max(32, 4 * case.steps))
     record = {"VEXACT_RECORD": str(folder), "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
     command = [sys.executable, "-W", "ignore", "-m", "trainers.recorder", *overrides(case, model, prompts, folder)]
+    if case.device == "cuda":
+        record["CUDA_VISIBLE_DEVICES"] = ",".join(gpus()[case.first_gpu :][: case.ranks + (case.rewards == "apart")])
     begun = time.monotonic()
     launch(command, environment(case.vendor, case.device, **record), folder, timeout)
     training = [record for path in sorted(folder.glob("training.*.jsonl")) for record in lines(path)]
     took = time.monotonic() - begun
     return Run(case, folder, metrics_in(folder), lines(folder / "steps.jsonl"), training, took)
+
+
+def gpus() -> list[str]:
+    """What those that are visible here are called."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return given if given != [""] else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def trained_weights(ran: Run) -> list[tuple[str, "torch.Tensor"]]:
+    """Of a case that keeps them: whole, however the ranks had cut them by rows."""
+    import torch
+
+    folder, ranks = ran.folder / "checkpoints" / f"global_step_{ran.case.steps}" / "actor", ran.case.ranks
+    files = [folder / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+    parts = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    return [(name, torch.cat([part[name].to_local() for part in parts])) for name in parts[0]]
 
 
 def compared(samples: list[dict]) -> tuple[int, int]:
@@ -210,13 +261,14 @@ def keep(ran: Run, file: str) -> None:
     import transformers
 
     from vexact_engine.proof.machine import commit
+    from vexact_engine.recipes import digests
     from vexact_engine.verl import SERVED
 
     case = ran.case
     tokens, mismatched = compared([sample for step in ran.steps for sample in step["samples"]])
     record = {
         "room": "main_ppo",
-        "case": f"{case.family} {case.engine}",
+        "case": f"{case.family} {case.engine} {case.layout}".strip(),
         "backend": case.vendor or "verl",
         "ranks": case.ranks,
         "steps": len(ran.steps),
@@ -226,6 +278,7 @@ def keep(ran: Run, file: str) -> None:
         "kl": max((step["rollout_corr/kl"] for step in ran.metrics), key=abs),
         "step_s": round(statistics.median(step["timing_s/step"] for step in ran.metrics), 2),
         "seconds": round(ran.seconds),
+        **({"sha256": digests.sha256(trained_weights(ran))} if case.whole else {}),
         "device": case.device,
         "gpu": torch.cuda.get_device_name() if case.device == "cuda" else None,
         "torch": torch.__version__,
@@ -273,10 +326,12 @@ def check(ran: Run) -> int:
 
 
 def check_training(ran: Run) -> None:
-    """The training forward saw each token once, and gave it the bits that it had before."""
+    """The training forward saw each token once, on each of the ranks that share it, and gave it the bits that it had
+    before."""
     assert {record["dtype"] for record in ran.training} == {"torch.float32"}
     differ = sum(a != b for record in ran.training for a, b in zip(record["training"], record["old"], strict=True))
     assert not differ, f"the training forward and old_log_probs differ in {differ} tokens"
     forward = sorted(x for record in ran.training for x in record["training"])
-    batches = sorted(x for step in ran.steps for sample in step["samples"] for x in drawn(sample, "old_log_probs"))
-    assert forward == batches, "the training forward has other log-probabilities than the batches"
+    batches = [x for step in ran.steps for sample in step["samples"] for x in drawn(sample, "old_log_probs")]
+    expected = sorted(batches * ran.case.ulysses)
+    assert forward == expected, "the training forward has other log-probabilities than the batches"

@@ -7,28 +7,20 @@ by side on them, as many as there are CORES_PER_RUN for. VEXACT_TRAINERS_SECONDS
 included.
 """
 
-import contextlib
 import os
-import subprocess
-import sys
-import time
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 
-from .environment import environment
+from . import pictures
 from .models import FAMILIES
 from .ppo import Case, Run, check, compared, keep, selected
-from .warm import ENGINE, RESPONSE
+from .true_models import SETTINGS, true_models
+from .warm import PROMPT
 
 RANKS = min(2, max(1, torch.cuda.device_count()))
 CORES_PER_RUN = 4
-SETTINGS = (
-    f"data.max_response_length={RESPONSE}",
-    "actor_rollout_ref.rollout.ignore_eos=True",
-    *(f"+actor_rollout_ref.rollout.engine_kwargs.vexact.{name}={value}" for name, value in ENGINE.items()),
-)
 # VeOmni shards nothing on one rank, where its weights are in bf16 without masters
 ONE_RANK = ("actor_rollout_ref.actor.veomni.mixed_precision=False", "actor_rollout_ref.actor.veomni.init_device=cuda")
 pytestmark = [
@@ -39,47 +31,33 @@ pytestmark = [
 
 def _case(family: str, engine: str = "fsdp2", **changes) -> Case:
     more = ONE_RANK if engine == "veomni" and RANKS == 1 else ()
-    return Case(family, engine, RANKS, steps=10, lr=3e-4, device="cuda", overrides=SETTINGS + more, **changes)
+    given = {"steps": 10, "lr": 3e-4, "device": "cuda", "overrides": SETTINGS + more, **changes}
+    return Case(family, engine, RANKS, **given)
 
 
 CASES = [_case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
+# Few layers of text, and all of the tower
+OF_PICTURES = [_case(family, engine, steps=3) for family in pictures.TRUE for engine in ("fsdp2", "veomni")]
 STOCK = _case("qwen3", vendor=None)
 
 
 @pytest.fixture(scope="module")
 def models(request, tmp_path_factory):
-    """As conftest.py's, of other sizes; the kernels that they need are compiled and verified while the runs begin."""
-    folder, begun = tmp_path_factory.mktemp("models"), {}
-
-    def said(family: str) -> str:
-        return f"{family}: {(folder / f'{family}.txt').read_text()[-4000:]}"
-
-    def model(family: str) -> Path:
-        while not (folder / family).exists():
-            assert begun[family].poll() is None, said(family)
-            time.sleep(0.1)
-        return folder / family
-
-    with contextlib.ExitStack() as stack:
-        for number, family in enumerate(dict.fromkeys(case.family for case in selected(request))):
-            command = [sys.executable, "-W", "ignore", "-m", "trainers.warm", folder / family]
-            env = {**os.environ, **environment(device="cuda"), "CUDA_VISIBLE_DEVICES": _device(number)}
-            log = stack.enter_context(open(folder / f"{family}.txt", "w"))
-            begun[family] = stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log, env=env))
-            stack.callback(begun[family].kill)
+    """As conftest.py's, of other sizes."""
+    with true_models(selected(request), tmp_path_factory.mktemp("models")) as model:
         yield model
-        for family, process in begun.items():
-            assert process.poll() in (None, 0), said(family)
 
 
-def _device(number: int) -> str:
-    """One of those that are visible here."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = given if given != [""] else [str(i) for i in range(torch.cuda.device_count())]
-    return names[number % len(names)]
+def prepare(case, folder, models):
+    """-> the case with what a run of pictures is told, and its model"""
+    if case.family not in pictures.TRUE:
+        return case, models(case.family)
+    prompts = pictures.make_prompts(folder / "data", 4 * case.steps, unit=pictures.TRUE_UNIT)
+    told = (*pictures.options(prompts, media=False), f"data.max_prompt_length={PROMPT}")
+    return replace(case, overrides=(*case.overrides, *told)), models(case.family)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *OF_PICTURES], ids=str)
 def test_every_log_probability_is_the_same_float(case, trained):
     ran = trained(case)
     check(ran)

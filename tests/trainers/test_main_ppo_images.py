@@ -16,7 +16,7 @@ ALL = os.environ.get("VEXACT_TRAINERS") == "all"
 IMAGE = pictures.VOCABULARY - len(pictures.TOKENS)
 
 
-def prepare(case, folder):
+def prepare(case, folder, models=None):
     """-> the case with what a run of pictures is told, and its model"""
     agents = "single_turn_agent", "tool_agent"
     prompts = pictures.make_prompts(folder / "data", 4 * case.steps, agents=agents)

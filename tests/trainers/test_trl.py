@@ -1,5 +1,6 @@
 """TRL's GRPOTrainer with rollouts of this engine: the bytes of its loss, and what is refused by name."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -219,3 +220,19 @@ def test_adapters_and_load_balancing_losses_are_refused(models, tmp_path):
         GRPOTrainer(adapted, evens, config(tmp_path), train_dataset=data())
     with pytest.raises(ValueError, match=r"vexact_engine\.trl: router_aux_loss_coef: expected 0\.0"):
         GRPOTrainer(str(models("qwen3_moe")), evens, config(tmp_path), train_dataset=data())
+
+
+def test_the_benchmark_counts_what_differs(models, tmp_path, monkeypatch):
+    from benchmarks import __main__ as bench
+
+    file = tmp_path / "lines.jsonl"
+    sizes = ["--steps=3", "--prompts=2", "--samples=4", "--new=6"]
+    given = ["trl_steps", "--device=cpu", f"--model={models('qwen3')}", f"--lines={file}", *sizes]
+    assert bench.main(given) == 0
+    (record,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert record["case"] == "qwen3, 2 x 4 answers of 6 tokens" and record["steps"] == record["weight_version"] == 3
+    assert 60 < record["logprobs"] <= 3 * 8 * 6 and record["differ"] == 0 and record["ratios"] == [1.0, 1.0]
+    assert record["logp_difference_max"] == 0 and record["trl"].startswith("1.16") and record["step_s"] > 0
+    monkeypatch.setattr(Generation, "sync_weights", lambda self: None)  # then all but the first step's differ
+    with pytest.raises(AssertionError, match=r"trl_steps: qwen3: [1-9]\d* of \d+ log-probabilities differ"):
+        bench.main(given)

@@ -13,25 +13,37 @@ from pathlib import Path
 
 import torch
 
+from . import pictures
 from .models import TRUE_LAYERS, make_model
 
-ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "num_pages": 128}  # others are on the same GPU
+ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "num_pages": 1024}  # others are on the same GPU
 RESPONSE = 64
+PROMPT = 1280  # tokens at most of one with pictures and films
 LENGTHS = (97, 101)  # of a micro-batch of two: a prompt of these tests, and a response
 
 
+def _of_pictures(folder: Path) -> bool:
+    return folder.name in pictures.TRUE
+
+
 def step(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     import vexact_ops as vx
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
-    ids = torch.randint(3, model.config.vocab_size, (1, sum(LENGTHS)), device="cuda")
+    kind = AutoModelForImageTextToText if _of_pictures(folder) else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.bfloat16).cuda()
+    ids, given = torch.randint(3, 256, (sum(LENGTHS),)).tolist(), {}
+    if _of_pictures(folder):
+        picture, given = pictures.shown(model.config)
+        ids[: len(picture)] = picture
+    ids = torch.tensor([ids], device="cuda")
+    given = {name: value.cuda() for name, value in given.items()}
     cu = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
     with vx.patch.hf(model.train()) as handle:
         with torch.no_grad():
-            handle.logprobs(ids, cu_seqlens=cu, return_entropy=True)
-        handle.logprobs(ids, cu_seqlens=cu).mean().backward()
+            handle.logprobs(ids, cu_seqlens=cu, return_entropy=True, **given)
+        handle.logprobs(ids, cu_seqlens=cu, **given).mean().backward()
     torch.cuda.synchronize()
 
 
@@ -40,11 +52,18 @@ def rollout(folder: Path) -> None:
 
     with Engine.from_pretrained(str(folder), device="cuda", config=EngineConfig(**ENGINE)) as engine:
         prompts = [[3 + i] * (30 + i) for i in range(ENGINE["max_num_seqs"])]
-        engine.generate(prompts, SamplingParams(max_new_tokens=RESPONSE, ignore_eos=True))
+        if _of_pictures(folder):
+            ids, given = pictures.shown(engine.model.config)
+            prompts = [{"prompt_token_ids": prompt + ids, **given} for prompt in prompts]
+        engine.generate(prompts, SamplingParams(max_new_tokens=RESPONSE, ignore_eos=True), raise_on_error=True)
 
 
 def model(folder: Path) -> None:
-    made = make_model(folder.name, folder.with_suffix(".part"), sizes=TRUE_LAYERS[folder.name])
+    part = folder.with_suffix(".part")
+    if _of_pictures(folder):
+        made = pictures.make_model(folder.name, part, device="cuda")
+    else:
+        made = make_model(folder.name, part, sizes=TRUE_LAYERS[folder.name])
     made.rename(folder)  # all of it is there at once
 
 

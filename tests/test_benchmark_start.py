@@ -1,0 +1,27 @@
+"""benchmarks start --recipe: the first step of `vexact recipe grpo`, from its command on."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks import __main__ as bench
+from benchmarks import start
+
+
+@pytest.mark.process
+def test_the_first_step_of_the_recipe(tmp_path):
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, **heads), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    args = bench.parse(["start", "--device=cpu", "--recipe"])
+    args.shape = str(tmp_path / "model")
+    first, again = start.run(args)
+    for record, what in ((first, "as shipped"), (again, "warm")):
+        assert record["case"] == f"recipe grpo, {args.shape} {what}" and record["room"] == "start"
+        assert record["ours"] > record["second_s"] >= 0 and record["unit"] == "s"
+    args.shape = str(tmp_path / "nowhere")
+    with pytest.raises(RuntimeError, match=r"(?s)start: recipe grpo: exit code [1-9].*nowhere"):
+        next(start.run(args))
+    with pytest.raises(ValueError, match="start: --recipe: got --record too"):
+        next(start.run(bench.parse(["start", "--device=cpu", "--recipe", "--record"])))
