@@ -1,7 +1,8 @@
-"""Kernels are verified while weights are copied to a GPU, and compiled while an engine starts: in a thread and on a
-stream of their own."""
+"""What is done in a thread of its own: kernels are verified while weights are copied to a GPU, and modules are imported
+while an engine starts."""
 
 import contextlib
+import importlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 import vexact_ops as vx
-from vexact_ops.patch.admit import compile_draws, empty_of, needs_of
+from vexact_ops.patch.admit import empty_of, needs_of
 
 from ..config import EngineConfig
 
@@ -52,22 +53,18 @@ def verifying(model: torch.nn.Module, device: torch.device, config: EngineConfig
 
 
 @contextlib.contextmanager
-def compiling(model: torch.nn.Module, device: torch.device, config: EngineConfig) -> Iterator[None]:
-    """Beside a start, which the block is: what that comes to last, and would wait for."""
-    head = model.get_output_embeddings()
-    if device.type != "cuda" or vx.current_backend() not in (None, "cuda") or head is None:
+def importing(device: torch.device) -> Iterator[None]:
+    """Beside a start, which the block is: the modules of attention that it would come to, which take seconds to import.
+    What cannot be imported is said where it is met."""
+    if device.type != "cuda" or vx.current_backend() not in (None, "cuda"):
         yield
         return
-    vocabulary, width = head.weight.shape
 
-    def compile_all() -> None:
-        try:
-            with _own_stream(device):
-                compile_draws(width, vocabulary, config.max_num_seqs, device)
-        except Exception:
-            log.info("draws are compiled where they are met", exc_info=True)
+    def read() -> None:
+        with contextlib.suppress(Exception):
+            importlib.import_module("vexact_ops.attention.cute")
 
-    thread = threading.Thread(target=compile_all, name="vexact-compile", daemon=True)
+    thread = threading.Thread(target=read, name="vexact-import", daemon=True)
     thread.start()
     try:
         yield
