@@ -55,7 +55,9 @@ REFUSED = {
         "ulysses_sequence_parallel_size: got 3, expected a divisor of num_attention_heads, ",
     ),
     "lora": ({"model_config": {"lora_rank": 8}}, "lora_rank: got 8, expected 0"),
+    "lora-of-megatron": ({"model_config": {"lora": {"rank": 8}}}, "lora.rank: got 8, expected 0"),
     "liger": ({"model_config": {"use_liger": True}}, "use_liger: got True"),
+    "tiled": ({"model_config": {"tiled_mlp": {"enabled": True}}}, "tiled_mlp.enabled: got True, expected False"),
     "activations": ({"model_config": {"enable_activation_offload": True}}, "enable_activation_offload: got True"),
     "fsdp1": ({"backend": "fsdp"}, "strategy: got fsdp, but VERL_ENGINE_VENDOR=vexact serves fsdp2 and veomni"),
     "computed-in-fp32": (
@@ -228,6 +230,7 @@ def veomni(folders, rollouts, tmp_path_factory):
         made("experts-apart-shared", "qwen3_moe", engine={"ulysses_parallel_size": 2, "expert_parallel_size": 2}),
         made("ulysses", engine={"ulysses_parallel_size": 3}, refused=True),
         made("whole", engine={"ulysses_parallel_size": 2}, refused=True, model_config=WHOLE["model_config"]),
+        made("override", refused=True, model_config={"override_config": {"rms_norm_eps": 1e-2}}),
     ]
     return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
 
@@ -409,6 +412,7 @@ def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
     assert_bitwise(without_last(veomni["bf16-weights"].logprobs), rollouts["qwen3"].every())
     assert_bitwise(of_responses(veomni["cooler"].logprobs, rollouts["cooler"]), rollouts["cooler"].drawn())
     assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 3, expected a divisor of")
+    assert veomni["override"].error.startswith("override_config.rms_norm_eps: got 0.01, but ")
     assert veomni["whole"].error.startswith("whole_gradients: got True with strategy=veomni, expected fsdp2")
 
 

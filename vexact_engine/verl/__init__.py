@@ -19,7 +19,7 @@ verl and VeOmni are installed with --no-deps (their bounds exclude each other's 
 in the extras vexact[verl] and vexact[veomni].
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -99,6 +99,22 @@ def wants_whole_gradients(model_config: Any) -> bool:
     if type(wanted) is not bool:
         raise TypeError(f"{_WHERE}.whole_gradients: got {type(wanted).__name__}, expected a bool")
     return wanted
+
+
+def overridden(model_config: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What model.override_config asks for and a config has not, parts of it by part: (name, what it has, what was
+    asked). How attention is computed is neither's."""
+    given = model_config.override_config.get("model_config", model_config.override_config)  # as verl reads it
+
+    def of(given: Mapping, has: Any, before: str) -> Iterator[tuple[str, Any, Any]]:
+        for name, wanted in given.items():
+            got = has.get(name) if isinstance(has, Mapping) else getattr(has, name, None)
+            if isinstance(wanted, Mapping):
+                yield from of(wanted, got, f"{before}{name}.")
+            elif got != wanted and name != "attn_implementation":
+                yield before + name, got, wanted
+
+    return of(given, config, "")
 
 
 def _asked(model_config: Any, options: dict[str, Any]) -> dict[str, Any]:
