@@ -81,9 +81,10 @@ def test_a_special_token_that_the_model_has_no_row_for_is_refused_as_a_stop():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
     with Engine.from_pretrained(any_token(EOS), tokenizer=tokenizer, config=CONFIG) as engine:
-        params = [SamplingParams(stop="<end>"), SamplingParams(max_new_tokens=1, stop="<bos>")]
-        refused, other = engine.generate([[65]] * 2, params)
-    assert "stop_token_ids has 259, expected ids below 259" in refused.error and other.finish_reason == "length"
+        params = [SamplingParams(stop="<end>"), SamplingParams(stop_token_ids=[3, 259])]
+        *refused, other = engine.generate([[65]] * 3, [*params, SamplingParams(max_new_tokens=1, stop="<bos>")])
+    assert all("stop_token_ids has 259, expected ids below 259" in c.error for c in refused)
+    assert other.finish_reason == "length"
 
 
 def streamed(engine, asked):
