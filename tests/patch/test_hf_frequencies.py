@@ -177,5 +177,5 @@ def test_an_unknown_choice_of_factors():
     with pytest.raises(ValueError, match="longrope: got 'auto', expected None, 'short' or 'long'"):
         vx.patch.hf(loaded(), longrope="auto")
     for choice in ("short", "long"):
-        with pytest.raises(ValueError, match=f"longrope: got '{choice}', expected None: the .* has no rotation"):
+        with pytest.raises(ValueError, match=f"longrope: got '{choice}', expected None: the .* has no such rotation"):
             vx.patch.hf(loaded(), longrope=choice)

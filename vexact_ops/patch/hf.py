@@ -506,7 +506,7 @@ def hf(
     rotary.check_longrope("patch.hf", longrope)
     if longrope is not None and not any(map(rotary.has_longrope, model.modules())):
         raise ValueError(
-            f"patch.hf: longrope: got {longrope!r}, expected None: the {type(model).__name__} has no rotation of that type"
+            f"patch.hf: longrope: got {longrope!r}, expected None: the {type(model).__name__} has no such rotation"
         )
     options = {"kv_segment": kv_segment, "latent": latent, "longrope": longrope}
     with LOCK:
