@@ -532,6 +532,19 @@ def test_what_an_adapter_takes_and_refuses(path, monkeypatch, kind):
     assert taken == ["a", "b", "c"]
 
 
+def test_an_actor_that_nobody_registered_is_refused(path, monkeypatch):
+    """The environment asks for the aligned actor, and no external_lib names it: verl has taken its own."""
+    follower = adapter_of(path, monkeypatch, 1, -1, *STAGES)
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "vexact")
+    monkeypatch.delitem(sys.modules, "vexact_engine.verl.actor", raising=False)
+    left = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    with pytest.raises(RuntimeError, match="external_lib: expected vexact_engine"):
+        asyncio.run(follower.update_weights(left, global_steps=3))
+    assert next(left, None) is None, "each item is a collective"
+    monkeypatch.setitem(sys.modules, "vexact_engine.verl.actor", None)
+    asyncio.run(follower.update_weights(iter([("a", torch.zeros(1))]), global_steps=3))
+
+
 def test_the_trainers_options_are_in_its_fingerprint(path, monkeypatch):
     """As model.fused_kernel_options has them, not as the rollout's own: the server compares them with those."""
     import ray
