@@ -53,6 +53,9 @@ def test_what_this_machine_has_chosen_comes_before_what_is_brought(cache, shippe
     assert vx.recall("graphs", "an engine", "cpu") == [1, 4]
     monkeypatch.setenv("VEXACT_CHOICES", "0")
     assert vx.recall("graphs", "an engine", "cpu") is None
+    monkeypatch.setenv("VEXACT_CHOICES", "false")
+    with pytest.raises(ValueError, match="VEXACT_CHOICES: got 'false', expected 0"):
+        vx.recall("graphs", "an engine", "cpu")
 
 
 class Kernels:
