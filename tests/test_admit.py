@@ -508,9 +508,6 @@ def test_admission_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("VEXACT_ADMIT", "0")
     decision = admitted(propose(SAME, cases=never), CPU)
     assert decision.chosen is CANONICAL and "VEXACT_ADMIT=0" in decision.why
-    monkeypatch.setenv("VEXACT_ADMIT", "off")
-    with pytest.raises(ValueError, match="VEXACT_ADMIT: got 'off', expected 0"):
-        admitted(propose(SAME, cases=never), CPU)
 
 
 # --- speed
