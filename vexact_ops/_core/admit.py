@@ -195,6 +195,7 @@ def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
     _check(proposal)
     if _compiling():
         return _canonical(proposal, "nothing runs while kernels are compiled ahead", final=False)
+    choices.is_off("VEXACT_CHOICES")  # raises here: below, what is raised is a kernel's fault
     if choices.is_off("VEXACT_ADMIT"):
         return _canonical(proposal, "VEXACT_ADMIT=0: nothing is verified")
     if not proposal.candidates:
