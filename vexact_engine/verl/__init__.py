@@ -119,7 +119,11 @@ def overridden(model_config: Any, config: Any) -> Iterator[tuple[str, Any, Any]]
 
 def _asked(model_config: Any, options: dict[str, Any]) -> dict[str, Any]:
     """These of fused_kernel_options.vexact, or what they are by themselves."""
-    asked = (model_config.get("fused_kernel_options") or {}).get("vexact") or {}
+    given = model_config.get("fused_kernel_options") or {}
+    if strange := sorted(set(given) - {"impl_backend", "vexact"}):  # verl's own, and ours
+        where = _WHERE.rpartition(".")[0]
+        raise ValueError(f"{where}: got {', '.join(map(str, strange))}, expected of impl_backend, vexact")
+    asked = given.get("vexact") or {}
     if not isinstance(asked, Mapping):
         raise TypeError(f"{_WHERE}: got {type(asked).__name__}, expected a mapping")
     if unknown := sorted(set(asked) - set(_OPTIONS)):
