@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from verl.workers.config import HFModelConfig
+from verl.workers.config.model import MtpConfig
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
@@ -57,6 +58,7 @@ REFUSED = {
     "lora": ({"model_config": {"lora_rank": 8}}, "lora_rank: got 8, expected 0"),
     "lora-of-megatron": ({"model_config": {"lora": {"rank": 8}}}, "lora.rank: got 8, expected 0"),
     "liger": ({"model_config": {"use_liger": True}}, "use_liger: got True"),
+    "mtp": ({"model_config": {"mtp": MtpConfig(enable=True, enable_train=True)}}, "mtp.enable_train: got True"),
     "tiled": ({"model_config": {"tiled_mlp": {"enabled": True}}}, "tiled_mlp.enabled: got True, expected False"),
     "activations": ({"model_config": {"enable_activation_offload": True}}, "enable_activation_offload: got True"),
     "fsdp1": ({"backend": "fsdp"}, "strategy: got fsdp, but VERL_ENGINE_VENDOR=vexact serves fsdp2 and veomni"),
