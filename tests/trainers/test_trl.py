@@ -177,6 +177,22 @@ def test_a_wrong_value_of_sampling_is_refused_when_the_trainer_is_made(changes, 
         GRPOTrainer(str(models("qwen3")), evens, config(tmp_path, **changes), train_dataset=data())
 
 
+def test_a_compiler_that_leaves_out_roundings_is_refused(models, tmp_path, monkeypatch):
+    from torch._inductor import config as inductor
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # whatever transformers makes of it goes with this test
+    path = str(models("qwen3"))
+    with pytest.raises(ValueError, match=r"vexact_engine\.trl: torch_compile: got the backend inductor"):
+        GRPOTrainer(path, evens, config(tmp_path, torch_compile=True), train_dataset=data())
+    monkeypatch.setattr(inductor, "emulate_precision_casts", True)
+    GRPOTrainer(path, evens, config(tmp_path, torch_compile=True), train_dataset=data()).close()
+    monkeypatch.setattr(inductor, "emulate_precision_casts", False)
+    trainer = train(path, tmp_path, max_steps=1, torch_compile=True, torch_compile_backend="aot_eager")
+    differ, count = trainer.differ()
+    assert differ == 0 and count > 20
+    trainer.close()
+
+
 def test_an_answer_goes_on_behind_the_end_of_sequence_where_that_is_asked_for(models, tmp_path):
     """Every token is an end-of-sequence id: stock ones end at the first, and with ignore_eos none does."""
     for ignored, length in (False, 1), (True, 6):

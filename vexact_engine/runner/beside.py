@@ -13,6 +13,7 @@ from ..weights.mtp import Heads
 from .drafting import DraftRunner
 from .heads import HeadsRunner
 from .ranks import Alone, Ranks
+from .shapes import has_longrope
 
 _ALONE = Alone()
 
@@ -36,6 +37,7 @@ def runner_beside(
     if isinstance(draft.module, Heads):
         return HeadsRunner(draft.module, handle, config, device, cut, ranks)
     # It needs no trainer's numerics: nobody sees a number of it.
-    patched = vx.patch.hf(draft.module, longrope=config.longrope, training=False)
+    longrope = config.longrope if has_longrope(draft.module) else None
+    patched = vx.patch.hf(draft.module, longrope=longrope, training=False)
     stack.callback(patched.undo)
     return DraftRunner(draft.module, patched, config, device)

@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 import sys
 import time
@@ -196,7 +195,8 @@ def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
     _check(proposal)
     if _compiling():
         return _canonical(proposal, "nothing runs while kernels are compiled ahead", final=False)
-    if os.environ.get("VEXACT_ADMIT") == "0":
+    choices.is_off("VEXACT_CHOICES")  # raises here: below, what is raised is a kernel's fault
+    if choices.is_off("VEXACT_ADMIT"):
         return _canonical(proposal, "VEXACT_ADMIT=0: nothing is verified")
     if not proposal.candidates:
         return _canonical(proposal, "there are no candidates")
