@@ -21,6 +21,8 @@ constexpr int64_t kSlot = 64 << 10, kLeast = 4 << 10;  // bytes of a block in a 
 constexpr int64_t kNumbers = 4ll * kBlocks * (kRanks + 1);
 constexpr int kLines = 4 * kThreads;
 constexpr int64_t kUnit = 8, kFew = kUnit * kLines * kBlocks;  // bytes of a line, and of all lines of a rank
+// As lines they are twice as many on the links: from so many on that costs more than to say that they are there.
+constexpr int64_t kSent = 1 << 20;
 
 struct Places {
   char* base[kRanks];
@@ -219,7 +221,7 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   const DeviceGuard guard = on_device_of(x);
   const uint64_t all = uint64_t(bytes) | uint64_t(data(x)) | uint64_t(data(out));
   const int64_t limit = limit_ms * 1000000;
-  if (rows * bytes <= kFew && all % kUnit == 0) {
+  if (rows * bytes <= kFew && rows * bytes * (ranks - 1) <= kSent && all % kUnit == 0) {
     const uint32_t units = uint32_t(rows * bytes / kUnit), one = kThreads * kBlocks;
     const uint32_t share = (units + one - 1) / one * kThreads;
     launch_kernel(gather_few, (units + share - 1) / share, x, static_cast<const uint2*>(data(x)),
