@@ -10,7 +10,7 @@
 namespace vx::flash {
 
 constexpr int kFewThreads = 384;  // two of twelve warps do nothing, so that those who compute have more registers
-constexpr int kMostTiles = 4;
+constexpr int kMostTiles = 3;  // of four at a time warps hold too much: two are faster
 
 // A sequence and one head of its keys, and up to TILES tiles of rows, `rows` of which are there. Some of them see keys of
 // [lo, hi), all of them those of [all_lo, all_hi).
