@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -42,13 +42,10 @@ def verifying(model: torch.nn.Module, device: torch.device, config: EngineConfig
         except Exception:
             log.info("nothing more is verified while weights are copied", exc_info=True)
 
-    thread = threading.Thread(target=verify, name="vexact-verify", daemon=True)
-    thread.start()
     try:
-        yield
+        with _beside(verify, "verify", ended.set):
+            yield
     finally:
-        ended.set()
-        thread.join()
         torch.cuda.empty_cache()  # of a stream that is not used again
 
 
@@ -64,11 +61,19 @@ def importing(device: torch.device) -> Iterator[None]:
         with contextlib.suppress(Exception):
             importlib.import_module("vexact_ops.attention.cute")
 
-    thread = threading.Thread(target=read, name="vexact-import", daemon=True)
+    with _beside(read, "import"):
+        yield
+
+
+@contextlib.contextmanager
+def _beside(work: Callable[[], None], name: str, end: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """`end` is called before the block's end waits for the thread."""
+    thread = threading.Thread(target=work, name=f"vexact-{name}", daemon=True)
     thread.start()
     try:
         yield
     finally:
+        end()
         thread.join()
 
 
