@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import vexact_ops as vx
+from benchmarks.trl_steps import watched
 from vexact_engine import Engine, EngineConfig
 from vexact_engine.trl import GRPOTrainer
 from vexact_engine.trl.generation import Generation
@@ -35,24 +36,7 @@ def data(count=32):
     return Dataset.from_dict({"prompt": ["say " + "more " * (i % 5) + str(i) for i in range(count)]})
 
 
-class Watched(GRPOTrainer):
-    """Keeps what the engine reported and what the loss had of the same answers, as TRL pads them."""
-
-    def _compute_loss(self, model, inputs):
-        self.seen = getattr(self, "seen", [])
-        self.seen.append([inputs["sampling_per_token_logps"], None, inputs["completion_mask"] != 0])
-        return super()._compute_loss(model, inputs)
-
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if found[0].requires_grad:
-            self.seen[-1][1] = found[0].detach()
-        return found
-
-    def differ(self):
-        """(log-probabilities whose bytes differ, how many there were)."""
-        pairs = [(a[mask].view(torch.int32), b[mask].view(torch.int32)) for a, b, mask in self.seen]
-        return sum((a != b).sum().item() for a, b in pairs), sum(len(a) for a, _ in pairs)
+Watched = watched(GRPOTrainer)
 
 
 def test_buffers_that_a_trainer_has_changed_reach_the_engine(models):

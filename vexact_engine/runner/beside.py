@@ -5,6 +5,7 @@ import contextlib
 import torch
 
 import vexact_ops as vx
+from vexact_ops.patch.rotary import has_longrope
 
 from ..config import EngineConfig
 from ..weights.cut import Cut
@@ -13,7 +14,6 @@ from ..weights.mtp import Heads
 from .drafting import DraftRunner
 from .heads import HeadsRunner
 from .ranks import Alone, Ranks
-from .shapes import has_longrope
 
 _ALONE = Alone()
 
@@ -37,7 +37,7 @@ def runner_beside(
     if isinstance(draft.module, Heads):
         return HeadsRunner(draft.module, handle, config, device, cut, ranks)
     # It needs no trainer's numerics: nobody sees a number of it.
-    longrope = config.longrope if has_longrope(draft.module) else None
+    longrope = config.longrope if any(map(has_longrope, draft.module.modules())) else None
     patched = vx.patch.hf(draft.module, longrope=longrope, training=False)
     stack.callback(patched.undo)
     return DraftRunner(draft.module, patched, config, device)

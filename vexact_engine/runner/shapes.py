@@ -11,24 +11,15 @@ def vocab_size(model: torch.nn.Module) -> int:
     return embedding.weight.shape[0]
 
 
-def has_longrope(model: torch.nn.Module) -> bool:
-    return any(rope.get("rope_type") == "longrope" for rope in _rotations(model.config.get_text_config(decoder=True)))
-
-
-def _rotations(config) -> list[dict]:
-    """Of all layers, or by their kind."""
-    given = getattr(config, "rope_parameters", None) or {}
-    return [rope for rope in (given, *given.values()) if isinstance(rope, dict)]
-
-
 def max_positions(model: torch.nn.Module, longrope: str | None = None) -> int | None:
     """How long a text the model was made for; None where it does not say. With YaRN that is its factor times the length
     before it, which model cards have one write down beside max_position_embeddings as it was. With longrope's "short"
     factors it is the original length: behind that they are not the model's."""
     config = model.config.get_text_config(decoder=True)  # the decoder's, where a composite one wraps it
     said = getattr(config, "max_position_embeddings", None)
-    for rope in _rotations(config):
-        kind = rope.get("rope_type")
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *given.values()):  # of all layers, or by their kind
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if kind == "longrope" and longrope == "short":
             original = rope.get("original_max_position_embeddings")
             said = min(said or original, original) if original else said

@@ -133,7 +133,7 @@ class Worker:
         if plan.failure is not None:
             raise plan.failure
         step = self._encoder.encode(plan)
-        if plan.follows is not None:
+        if plan.follows:
             return self._runner.launch(step, follow=Follow(plan))
         if self.images is None:
             return self._runner.launch(step)

@@ -43,9 +43,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     raises         ValueError names what would have other bits, or what the engine does not do: PEFT, Liger, an fp32
                    head, repetition penalties, noise in embeddings, load balancing losses, DeepSpeed, another generator,
                    quantised weights, fp16 by autocast, an evaluation in another dtype, images, Inductor without its
-                   emulate_precision_casts; or a name in
-                   `args.generation_kwargs` that is none of GENERATION. TypeError for another model, an adapted one
-                   among them. UnsupportedModule, see vexact_ops.patch.hf
+                   emulate_precision_casts; or a name in `args.generation_kwargs` that is none of GENERATION. TypeError
+                   for another model, an adapted one among them. UnsupportedModule, see vexact_ops.patch.hf
 
     All else is TRL's, and its own arguments go on to it. Seeds of draws are functions of `args.seed`.
     """
