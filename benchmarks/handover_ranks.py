@@ -75,7 +75,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("handover_ranks")
     add = group.add_argument
     add("--layouts", type=layouts, default=layouts("1:1x2"), metavar="T:RxN,T:RxN", help="see above (1:1x2)")
-    add("--held-in", default="bfloat16", metavar="TYPE,TYPE", help=f"what the trainer holds: of {', '.join(DTYPES)}")
+    add(
+        "--held-in",
+        default="bfloat16",
+        metavar="TYPE,TYPE",
+        help=f"what the trainer holds: of {', '.join(DTYPES)} (bfloat16)",
+    )
     add("--bucket", type=int, default=512, metavar="N", help="MiB of a bucket (512; between CPUs 8 at most)")
 
 

@@ -67,7 +67,7 @@ def _evens(completion_ids, **_) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def _watched(base: type) -> type:
+def watched(base: type) -> type:
     class Watched(base):
         """Keeps what the engine reported and what the loss had of the same answers, as TRL pads them; and when."""
 
@@ -117,7 +117,7 @@ def _measure(args: argparse.Namespace, source: str) -> dict:
             disable_tqdm=True,
             use_cpu=args.device == "cpu",
         )
-        made = _watched(GRPOTrainer)(
+        made = watched(GRPOTrainer)(
             model=model, reward_funcs=_evens, args=config, train_dataset=data, processing_class=words
         )
         begin = time.perf_counter()

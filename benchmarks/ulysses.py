@@ -30,7 +30,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ulysses", "beside --ranks (2)")
     add = group.add_argument
     add("--packed", type=int, default=32768, metavar="N", help="tokens of the row (32768)")
-    add("--stock-path", metavar="DIRS", help="PYTHONPATH ahead of ours for verl's own side: flash_attn's Triton ops")
+    add(
+        "--stock-path",
+        metavar="DIRS",
+        help="where verl's own side finds flash_attn's Triton ops, ahead of all (nowhere)",
+    )
     add("--limit-of-side", type=int, default=240, metavar="S", help="seconds of a side, its start included (240)")
 
 

@@ -184,15 +184,16 @@ def verified() -> str:
         f"(`vexact_ops.patch.COVERED`); {len(vx.patch.WITH_IMAGES)} with their image encoders: Qwen3-VL, Qwen3-VL-MoE, "
         f"Qwen2.5-VL, Qwen3.5 (`WITH_IMAGES`) | CPU | {held} |"
     )
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[str, dict[str, list[str]]] = {}
     for record in {(r["case"], r["weights"]): r for r in _records("verify")}.values():
         if not (record["mismatched"] or record["batch_mismatched"]):
             machine = (record["gpu"] or record["cpu"]).removeprefix("NVIDIA ")
             own = " (its own weights)" if record["weights"] == "of the model" else ""
             name = record["case"].removesuffix(" bfloat16") + own
-            groups.setdefault((machine, record["commit"]), []).append(name)
-    for (machine, commit), names in groups.items():
-        rows.append(f"| `vexact verify`, true sizes: {', '.join(names)} | {machine} | {commit} |")
+            groups.setdefault(machine, {}).setdefault(record["commit"], []).append(name)
+    for machine, commits in groups.items():
+        names = "; ".join(map(", ".join, commits.values()))
+        rows.append(f"| `vexact verify`, true sizes: {names} | {machine} | {', '.join(commits)} |")
     runs: dict[tuple, dict[str, list[str]]] = {}
     newest = {(r["case"], r["backend"], r["ranks"]): r for r in _records("main_ppo")}
     for record in newest.values():

@@ -93,6 +93,15 @@ def test_a_kernel_that_is_named_is_verified_alone(cache, shipped):
     assert kernels.decide().chosen.name == "slow" and len(kernels.ran) == 2
 
 
+@pytest.mark.parametrize("variable", ["VEXACT_CHOICES", "VEXACT_ADMIT"])
+def test_a_switch_is_0_or_1(cache, shipped, monkeypatch, variable):
+    monkeypatch.setenv(variable, "off")
+    with pytest.raises(ValueError, match=f"{variable}: got 'off', expected 0"):
+        Kernels().decide()
+    monkeypatch.setenv(variable, "1")
+    assert Kernels().decide().chosen.name == "fast"
+
+
 def test_a_canonical_kernel_that_is_named_needs_no_verdict(cache, shipped):
     shipped["kernels"]["a product"] = "canonical"
     kernels = Kernels()

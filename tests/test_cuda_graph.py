@@ -148,6 +148,7 @@ def test_no_graph_where_kernels_would_have_been_verified(monkeypatch):
     """Canonical ones would be in it for good: who asks is told, verifies them outside, and has his graph then."""
     proposal, x = propose(), torch.ones(3, device="cuda")
     monkeypatch.setattr(admit, "_decisions", {})
+    x.add_(1)  # loads the kernel
 
     def run():
         admit.admitted(proposal, x.device)

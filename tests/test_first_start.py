@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +19,7 @@ def nothing_is_known(tmp_path, monkeypatch):
     monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
     monkeypatch.delenv("VEXACT_ADMIT", raising=False)
     monkeypatch.setattr(admit, "_decisions", {})
-    monkeypatch.setattr(admit, "_compiled", {})
+    monkeypatch.setattr(admit, "_compiled", set())
 
 
 def double(x):
@@ -52,48 +51,6 @@ def test_what_triton_compiles_is_compiled_before_anything_runs(monkeypatch):
         assert verdicts[0].admitted
     ran = ["ran"] * 2
     assert said == [(run, 2, "cuda"), *ran, *ran, (run, 2, "cuda"), *ran]
-
-
-def test_what_is_compiled_alone_decides_nothing_and_is_waited_for(monkeypatch):
-    """A thread beside a start compiles; who verifies meanwhile does not compile again, and waits."""
-    core, begun, go, said = pytest.importorskip("vexact_ops._core.triton"), threading.Event(), threading.Event(), []
-
-    def ahead(run, calls, device):
-        said.append(len(calls))
-        begun.set()
-        assert go.wait(30)
-        said.append("compiled")
-
-    def run(x):
-        said.append("ran")
-        return double(x)
-
-    def beside():
-        with admit.compiling_alone():
-            decisions.append(admitted(proposal, GPU))
-
-    monkeypatch.setattr(core, "compile_calls", ahead)
-    monkeypatch.setattr(admit.gpu, "with_index", lambda device: device)
-    monkeypatch.setattr(admit, "machine", lambda device: "machine")
-    proposal, decisions = propose(canonical=Candidate("canonical", run, "v1")), []
-    compiling = threading.Thread(target=beside)
-    compiling.start()
-    assert begun.wait(30)
-    verifying = threading.Thread(target=admit._verify, args=(proposal, GPU))
-    verifying.start()
-    verifying.join(0.2)
-    assert verifying.is_alive() and said == [2]
-    go.set()
-    for thread in (compiling, verifying):
-        thread.join(30)
-    assert said == [2, "compiled", "ran", "ran"]
-    assert decisions[0].chosen.name == "canonical" and not decisions[0].final and not admit._decisions
-    admit._settle(proposal, GPU, name := admit._digest(proposal))
-    assert name and said.count("compiled") == 1
-    admit._compiled.clear()
-    with admit.compiling_alone():
-        assert not admitted(proposal, GPU).final
-    assert said.count("compiled") == 1  # whoever comes to it will read the verdicts, and run nothing
 
 
 def test_what_is_not_triton_s_gets_no_tensors_without_memory(monkeypatch):

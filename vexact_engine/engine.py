@@ -547,6 +547,7 @@ class Engine(Frontend):
             check_kind(params, self.labels, self.name)
             if params.stop and self._text is not None:
                 params = self._text.with_stop_ids(params)
+                check_params(params, self.vocab_size)
             given, pictures = self._read_prompt(prompt, self.images)
             if self.labels is not None:
                 given = without_padding(given, self.model)

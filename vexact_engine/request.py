@@ -469,6 +469,8 @@ def check_params(params, vocab_size: int) -> None:
             raise ValueError(f"{name} is {getattr(params, name)}, expected at most {vocab_size}")
     if (most := max(map(max, params.draft), default=0)) >= vocab_size:
         raise ValueError(f"draft has {most}, expected ids below {vocab_size}")
+    if (most := max(params.stop_token_ids, default=0)) >= vocab_size:
+        raise ValueError(f"stop_token_ids has {most}, expected ids below {vocab_size}: no other is ever drawn")
 
 
 def encoded(prompt, text):

@@ -23,8 +23,7 @@ void launch_tiles(const Args& a, const Maps& pages, int64_t tiles, int device, c
   switch (tiles) {
     case 1: return launch_few<T, D, 1>(a, pages, device, stream);
     case 2: return launch_few<T, D, 2>(a, pages, device, stream);
-    case 3: return launch_few<T, D, 3>(a, pages, device, stream);
-    default: return launch_few<T, D, 4>(a, pages, device, stream);
+    default: return launch_few<T, D, 3>(a, pages, device, stream);
   }
 }
 

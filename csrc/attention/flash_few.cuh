@@ -1,7 +1,7 @@
 // A few queries of each sequence, as where drafts are verified: decode's kernel (flash_stream.cuh), with tiles of sixteen
 // rows that are the heads which share keys at one position, then those at the next. An item has up to TILES such tiles:
 // keys and values come to a multiprocessor once for all of them, and a fragment of keys or values that has been read from
-// shared memory serves two or three. Each row has the order of flash.cuh; what it does not see is left out as
+// shared memory serves all of them. Each row has the order of flash.cuh; what it does not see is left out as
 // flash_tile.cuh does it.
 #pragma once
 #include "attention/flash_stream.cuh"
@@ -10,7 +10,7 @@
 namespace vx::flash {
 
 constexpr int kFewThreads = 384;  // two of twelve warps do nothing, so that those who compute have more registers
-constexpr int kMostTiles = 4;
+constexpr int kMostTiles = 3;  // of four at a time warps hold too much: two are faster
 
 // A sequence and one head of its keys, and up to TILES tiles of rows, `rows` of which are there. Some of them see keys of
 // [lo, hi), all of them those of [all_lo, all_hi).
@@ -46,27 +46,22 @@ template <int D, int DV, int TILES>
 struct FewShared : StreamShared<D, DV, kDecodeRows, 2, 1> {
   using Stream = StreamShared<D, DV, kDecodeRows, 2, 1>;
   static constexpr int kTiles = TILES;
-  static constexpr int kPass = TILES == 3 ? 3 : TILES < 2 ? TILES : 2;  // tiles that a fragment serves
   using Item = FewItem<keys_of(D), TILES>;
   alignas(16) uint16_t rounded[Stream::kRing][kDecodeRows][keys_of(D) + 8];
   alignas(16) uint8_t queries[kDecodeRows * D * 2];  // of a tile, on the way to registers
-  float pass_tops[2][4][kPass * kDecodeRows];
+  float all_tops[2][4][TILES * kDecodeRows];
   float factors[2][TILES * kDecodeRows];  // of the output, of an item and of the one before it
   static __device__ __forceinline__ int query_at(int row, int chunk) { return row * (D * 2) + (chunk ^ (row & 7)) * 16; }
 };
 
-// f.template operator()<FIRST, COUNT>() for all of `tiles` tiles, up to PASS at a time.
-template <int PASS, int TILES, int FIRST = 0, class F>
-__device__ __forceinline__ void in_passes(int tiles, const F& f) {
-  constexpr int kMost = TILES - FIRST < PASS ? TILES - FIRST : PASS;
-  const int left = tiles - FIRST;
-  if constexpr (kMost >= 3)
-    if (left >= 3) f.template operator()<FIRST, 3>();
-  if constexpr (kMost >= 2)
-    if (left == 2 || (left > 2 && kMost == 2)) f.template operator()<FIRST, 2>();
-  if (left == 1) f.template operator()<FIRST, 1>();
-  if constexpr (FIRST + PASS < TILES)
-    if (left > PASS) in_passes<PASS, TILES, FIRST + PASS>(tiles, f);
+// f.template operator()<COUNT>() for so many tiles, of which there are TILES at most.
+template <int TILES, class F>
+__device__ __forceinline__ void for_count(int tiles, const F& f) {
+  if constexpr (TILES >= 3)
+    if (tiles >= 3) f.template operator()<3>();
+  if constexpr (TILES >= 2)
+    if (tiles == 2 || (tiles > 2 && TILES == 2)) f.template operator()<2>();
+  if (tiles == 1) f.template operator()<1>();
 }
 
 // One of the four warps that score a quarter of a block's keys each.
@@ -77,7 +72,7 @@ struct FewScores {
   const Args& a;
   Shared& s;
   const int warp, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  uint32_t done = 0, passes = 0;          // tiles of blocks, and passes, so far
+  uint32_t done = 0, blocks = 0;          // tiles of blocks, and blocks, so far
   uint32_t q[Shared::kTiles][D / 16][4];  // the queries' fragments
   float m[Shared::kTiles][2];             // maxima of the two rows that this thread has scores of
   int hi[Shared::kTiles][2];              // and where the keys end that they see
@@ -123,9 +118,10 @@ struct FewScores {
     }
   }
 
-  // Tiles FIRST and on of a block; after the last of them the keys are done with.
-  template <int FIRST, int COUNT>
-  __device__ __forceinline__ void score(const Item& it, int key0, uint32_t slot, bool last) {
+  // All tiles of a block, whose keys are done with then. `all` is true: the branch is of the machine code that a GPU has
+  // compared.
+  template <int COUNT>
+  __device__ __forceinline__ void score(const Item& it, int key0, uint32_t slot, bool all) {
     const uint32_t base = shared_address(s.slots[slot]);
     float c[COUNT][kParts][4] = {};
 #pragma unroll
@@ -135,9 +131,9 @@ struct FewScores {
         uint32_t b[4];
         ldmatrix4(b, base + boxed_at<D>(warp * kEach + j * 8 + lane % 8, kk * 4 + lane / 8, a.box));
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) mma<T>(c[i][j], q[FIRST + i][2 * kk], b[0], b[1]);
+        for (int i = 0; i < COUNT; ++i) mma<T>(c[i][j], q[i][2 * kk], b[0], b[1]);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) mma<T>(c[i][j], q[FIRST + i][2 * kk + 1], b[2], b[3]);
+        for (int i = 0; i < COUNT; ++i) mma<T>(c[i][j], q[i][2 * kk + 1], b[2], b[3]);
       }
     // c[i][j][e] is of row i * 16 + e / 2 * 8 + g and of this key of the block
     const auto key_of = [&](int j, int e) { return warp * kEach + j * 8 + t * 2 + e % 2; };
@@ -148,11 +144,11 @@ struct FewScores {
         for (int j = 0; j < kParts; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const int key = key0 + key_of(j, e), end = hi[FIRST + i][e / 2];
+            const int key = key0 + key_of(j, e), end = hi[i][e / 2];
             if (key >= end || (a.window && key < end - a.window)) c[i][j][e] = -INFINITY;
           }
     }
-    auto& tops = s.pass_tops[passes++ & 1];  // of two, since who is a pass ahead writes while others still read
+    auto& tops = s.all_tops[blocks++ & 1];  // of two, since who is a block ahead writes while others still read
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
 #pragma unroll
@@ -165,14 +161,14 @@ struct FewScores {
         if (t == 0) tops[warp][i * kDecodeRows + g + 8 * r] = top;
       }
     asm volatile("bar.sync 2, 128;" ::: "memory");
-    if (last) arrive_for_warp(shared_address(&s.empty[slot]));  // only now, as flash_stream.cuh says why
+    if (all) arrive_for_warp(shared_address(&s.empty[slot]));  // only now, as flash_stream.cuh says why
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       float kept[2], shift[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = i * kDecodeRows + g + 8 * r;
-        float& before = m[FIRST + i][r];
+        float& before = m[i][r];
         const float top = fmaxf(fmaxf(tops[0][row], tops[1][row]), fmaxf(tops[2][row], tops[3][row]));
         const float high = fmaxf(top, before), base = finite_or_zero(high);
         shift[r] = __fmul_rn(base, a.scale);
@@ -193,7 +189,7 @@ struct FewScores {
         }
       if (warp == 0 && t == 0)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) s.high[ring][g + 8 * r] = m[FIRST + i][r], s.kept[ring][g + 8 * r] = kept[r];
+        for (int r = 0; r < 2; ++r) s.high[ring][g + 8 * r] = m[i][r], s.kept[ring][g + 8 * r] = kept[r];
       arrive_for_warp(shared_address(&s.scored[ring]));
     }
   }
@@ -210,8 +206,8 @@ struct FewScores {
       for (int n = 0; n < it.blocks; ++n, unit += 2) {  // order: blocks of keys from the last to the first
         const uint32_t slot = unit % Shared::kSlots;
         barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
-        in_passes<Shared::kPass, Shared::kTiles>(tiles, [&]<int FIRST, int COUNT>() __attribute__((always_inline)) {
-          score<FIRST, COUNT>(it, (it.last - n) * kKeys, slot, FIRST + COUNT >= tiles);
+        for_count<Shared::kTiles>(tiles, [&]<int COUNT>() __attribute__((always_inline)) {
+          score<COUNT>(it, (it.last - n) * kKeys, slot, COUNT >= tiles);
         });
       }
     }
@@ -281,8 +277,8 @@ struct FewSums {
     nonfinite = __any_sync(~0u, nonfinite);
   }
 
-  // Tiles FIRST and on of a block.
-  template <int FIRST, int COUNT>
+  // All tiles of a block.
+  template <int COUNT>
   __device__ __forceinline__ void carry(const Item& it, int key0, uint32_t unit) {
     uint32_t p[COUNT][kKeys / 16][4];
     float kept[COUNT][2];
@@ -297,7 +293,7 @@ struct FewSums {
       for (int kk = 0; kk < kKeys / 16; ++kk)
         ldmatrix4(p[i][kk], shared_address(&s.rounded[ring][lane % 16][kk * 16 + lane / 16 * 8]));
       const bool wanted = i + Shared::kRing < COUNT;  // soon: those who score write another of this block there
-      if (FIRST + i == warp) {
+      if (i == warp) {
         float2 x[2][kKeys / 8];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -315,18 +311,16 @@ struct FewSums {
             l[r] = __fadd_rn(l[r], x[r][j].y);
           }
       }
-      if (!wanted || FIRST + i != warp) arrive_for_warp(shared_address(&s.taken[ring]));  // behind a branch, as below
+      if (!wanted || i != warp) arrive_for_warp(shared_address(&s.taken[ring]));  // behind a branch, as below
     }
     const uint32_t slot = unit % Shared::kSlots, base = shared_address(s.slots[slot]);
-    if (FIRST == 0) {
-      barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
-      clean(it, key0, slot);
-    }
+    barrier_wait(shared_address(&s.full[slot]), unit / Shared::kSlots & 1);
+    clean(it, key0, slot);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
 #pragma unroll
       for (int e = 0; e < kColumns * 4; ++e)
-        acc[FIRST + i][e / 4][e % 4] = __fmul_rn(acc[FIRST + i][e / 4][e % 4], kept[i][e % 4 / 2]);
+        acc[i][e / 4][e % 4] = __fmul_rn(acc[i][e / 4][e % 4], kept[i][e % 4 / 2]);
     const FewPlace<DV> place{base, mine, a.box};
     if (!nonfinite) {
 #pragma unroll
@@ -337,8 +331,8 @@ struct FewSums {
           ldmatrix4_trans(b, place(kk, j));
 #pragma unroll
           for (int i = 0; i < COUNT; ++i) {
-            mma<T>(acc[FIRST + i][j], p[i][kk], b[0], b[1]);
-            mma<T>(acc[FIRST + i][j + 1], p[i][kk], b[2], b[3]);
+            mma<T>(acc[i][j], p[i][kk], b[0], b[1]);
+            mma<T>(acc[i][j + 1], p[i][kk], b[2], b[3]);
           }
         }
     } else {
@@ -347,14 +341,14 @@ struct FewSums {
         float y[kColumns][4];
         uint32_t weights[kKeys / 16][4];
 #pragma unroll
-        for (int e = 0; e < kColumns * 4; ++e) y[e / 4][e % 4] = acc[FIRST + i][e / 4][e % 4];
+        for (int e = 0; e < kColumns * 4; ++e) y[e / 4][e % 4] = acc[i][e / 4][e % 4];
 #pragma unroll
         for (int e = 0; e < kKeys / 4; ++e) weights[e / 4][e % 4] = p[i][e / 4][e % 4];
-        const int row = (FIRST + i) * kDecodeRows + g;
+        const int row = i * kDecodeRows + g;
         const int places[2] = {it.shift + it.place(a, row).x, it.shift + it.place(a, row + 8).x};
         careful_product<T, kColumns, kKeys>(y, weights, place, {key0, it.k_len, true, a.window, {places[0], places[1]}});
 #pragma unroll
-        for (int e = 0; e < kColumns * 4; ++e) acc[FIRST + i][e / 4][e % 4] = y[e / 4][e % 4];
+        for (int e = 0; e < kColumns * 4; ++e) acc[i][e / 4][e % 4] = y[e / 4][e % 4];
       }
     }
   }
@@ -402,8 +396,8 @@ struct FewSums {
       if (it.token < 0) continue;
       begin();
       for (int n = 0; n < it.blocks; ++n, unit += 2) {  // order: blocks of keys from the last to the first
-        in_passes<Shared::kPass, Shared::kTiles>(tiles, [&]<int FIRST, int COUNT>() __attribute__((always_inline)) {
-          carry<FIRST, COUNT>(it, (it.last - n) * kKeys, unit);
+        for_count<Shared::kTiles>(tiles, [&]<int COUNT>() __attribute__((always_inline)) {
+          carry<COUNT>(it, (it.last - n) * kKeys, unit);
         });
         arrive_for_warp(shared_address(&s.empty[unit % Shared::kSlots]));  // behind a branch, as in flash_stream.cuh
       }

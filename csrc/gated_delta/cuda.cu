@@ -6,7 +6,6 @@
 #include "gated_delta/decode.cuh"
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
-#include "gated_delta/wide_scan.cuh"
 
 namespace vx {
 namespace {
@@ -62,42 +61,24 @@ void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, int dev
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
-template <class T, bool KEEP>
-void pass_wide(const GatedDeltaChunks& args, const delta::Prepared* prepared, int device, cudaStream_t stream) {
-  static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(delta::wide_kernel<T, KEEP>, delta::kWideBytes<T>, device, allowed);
-  const dim3 grid(unsigned(args.hv * (args.dv / delta::kColumns)), unsigned(args.sequences));
-  delta::wide_kernel<T, KEEP><<<grid, delta::kWideThreads, delta::kWideBytes<T>, stream>>>(args, prepared);
-  VX_CUDA_CHECK(cudaGetLastError());
-}
-
-template <class T, bool KEEP>
-void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, bool wide, int device, cudaStream_t stream) {
-  wide ? pass_wide<T, KEEP>(args, prepared, device, stream) : pass<T, KEEP>(args, prepared, device, stream);
-}
-
 template <class T>
-void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, bool wide, int device,
+void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, int device,
             cudaStream_t stream) {
   prepare<T>(rows, prepared, device, stream);
-  args.out ? pass<T, false>(args, prepared, wide, device, stream) : pass<T, true>(args, prepared, wide, device, stream);
+  args.out ? pass<T, false>(args, prepared, device, stream) : pass<T, true>(args, prepared, device, stream);
 }
 
 template <class T>
-void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_prepared, bool wide, int64_t chunks,
-            int device, cudaStream_t stream) {
+void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_prepared, int64_t chunks, int device,
+            cudaStream_t stream) {
   if (!is_prepared) prepare<T>(args, prepared, device, stream);
   constexpr int kScan = sizeof(delta::ScanShared<T>), kGrads = delta::kGradsBytes<T>;
   static_assert(kScan <= 227 << 10 && kGrads <= 227 << 10);
-  static std::atomic<uint64_t> scan_allowed{0}, wide_allowed{0}, grads_allowed{0};
+  static std::atomic<uint64_t> scan_allowed{0}, grads_allowed{0};
   allow_shared_memory(delta::scan_kernel<T>, kScan, device, scan_allowed);
-  allow_shared_memory(delta::wide_scan_kernel<T>, delta::kWideScanBytes<T>, device, wide_allowed);
   allow_shared_memory(delta::grads_kernel<T>, kGrads, device, grads_allowed);
   const dim3 columns(unsigned(args.hv * (args.dv_size / delta::kColumns)), unsigned(args.sequences));
-  if (wide)
-    delta::wide_scan_kernel<T><<<columns, delta::kWideThreads, delta::kWideScanBytes<T>, stream>>>(args, prepared);
-  else
-    delta::scan_kernel<T><<<columns, delta::kPassThreads, kScan, stream>>>(args, prepared);
+  delta::scan_kernel<T><<<columns, delta::kPassThreads, kScan, stream>>>(args, prepared);
   VX_CUDA_CHECK(cudaGetLastError());
   if (args.tokens == 0) return;
   delta::grads_kernel<T><<<dim3(unsigned(chunks), unsigned(args.hk)), kBackwardThreads, kGrads, stream>>>(args);
@@ -246,10 +227,10 @@ delta::Prepared* prepared_of(const Tensor& prepared, const GatedDeltaChunks& arg
   return reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * kPrepared));
 }
 
-// Whole sequences. wide: by the warpgroup instruction.
+// Whole sequences.
 void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                        std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
-                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm, bool wide,
+                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm,
                        std::optional<Tensor> out) {
   GatedDeltaChunks args = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const int64_t plane = int64_t(args.hv) * args.dk * args.dv, chunks = args.tokens / kChunk + args.sequences;
@@ -270,9 +251,9 @@ void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tens
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, rows, to, wide, device, stream);
+    launch<__nv_bfloat16>(args, rows, to, device, stream);
   else
-    launch<__half>(args, rows, to, wide, device, stream);
+    launch<__half>(args, rows, to, device, stream);
 }
 
 void check_out(const Tensor& out, const Tensor& like, const char* name) {
@@ -284,7 +265,7 @@ void check_out(const Tensor& out, const Tensor& like, const char* name) {
 // it has been; else it is written here.
 void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
                           Tensor cu_seqlens, Tensor states, Tensor us, Tensor prepared, bool is_prepared, double scale,
-                          bool l2norm, bool wide, Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta,
+                          bool l2norm, Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta,
                           std::optional<Tensor> dinitial) {
   const GatedDeltaChunks rows = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   delta::Prepared* const between = prepared_of(prepared, rows);
@@ -305,9 +286,9 @@ void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, T
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, between, is_prepared, wide, chunks, device, stream);
+    launch<__nv_bfloat16>(args, between, is_prepared, chunks, device, stream);
   else
-    launch<__half>(args, between, is_prepared, wide, chunks, device, stream);
+    launch<__half>(args, between, is_prepared, chunks, device, stream);
 }
 
 // Whole sequences, or with slots those of more than one row; a block takes this many columns.

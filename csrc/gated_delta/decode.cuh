@@ -2,9 +2,9 @@
 //
 // A block takes 64 columns of a value head of one sequence: it reads the state once, and of the open chunk the keys and
 // the columns' w (w = r u: what u is multiplied by wherever it is used, see op.py), and writes the state only behind a
-// chunk's last row. 128 x 128 heads of bf16 take 56 KB of shared memory, so that four blocks run on a multiprocessor
+// chunk's last row. 128 x 128 heads of bf16 take 52 KB of shared memory, so that four blocks run on a multiprocessor
 // and one's arithmetic hides behind the others' copies. The keys come first, for the products among keys run while the
-// state arrives; of w what has no place beside them takes theirs once these are done.
+// state arrives; w take their place once these are done.
 #pragma once
 #include "gated_delta/mma.cuh"
 
@@ -34,21 +34,16 @@ namespace delta {
 
 template <class T, int DK>
 struct DecodeShared {
-  static constexpr int kRows = DK == 64 ? 100 : DK == 128 ? 86 : 172;
   float s[DK][kDecodeColumns];
-  float open[kRows][kDecodeColumns];  // keys from its beginning on, w from its end back
+  union {
+    T k[kChunk][DK + 8];  // rows 16 bytes more than a multiple of 128 apart: ldmatrix meets all banks
+    float w[kChunk][kDecodeColumns];
+  };
   float own[2][DK];  // this row's key and query, and as they came
   T narrow[2][DK];
   float r[2];
   float a[kChunk], p[kChunk], g[kChunk];
-
-  static constexpr int kPitch = DK + 8;  // rows 16 bytes more than a multiple of 128 apart: ldmatrix meets all banks
-  __host__ __device__ static constexpr int places(int keys) { return kRows - (keys * kPitch * int(sizeof(T)) + 255) / 256; }
-  __device__ __forceinline__ T* k(int j) { return reinterpret_cast<T*>(open) + j * kPitch; }
-  __device__ __forceinline__ float* w(int j) { return open[kRows - 1 - j]; }
 };
-static_assert(sizeof(DecodeShared<uint16_t, 128>) <= 56 << 10 && sizeof(DecodeShared<uint16_t, 256>) <= 112 << 10);
-static_assert(DecodeShared<uint16_t, 128>::places(kChunk) >= 0 && DecodeShared<uint16_t, 256>::places(kChunk) >= 0);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -85,7 +80,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
 
   for (int n = tid; n < i * (DK / 8); n += kThreads) {
     const int j = n / (DK / 8), part = n % (DK / 8) * 8;
-    copy16(sh.k(j) + part, open_k + j * k_step + part);
+    copy16(&sh.k[j][part], open_k + j * k_step + part);
   }
   copies_end();
   if (!fresh) {
@@ -98,15 +93,6 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
     for (int n = tid; n < DK * (kColumns / 4); n += kThreads) reinterpret_cast<float4*>(sh.s)[n] = float4{0, 0, 0, 0};
   }
   copies_end();
-  const auto copy_rows = [&](int from, int to) {
-    for (int n = from * (kColumns / 4) + tid; n < to * (kColumns / 4); n += kThreads) {
-      const int j = n / (kColumns / 4), part = n % (kColumns / 4) * 4;
-      copy16_once(sh.w(j) + placed(j, part), open_w + j * w_step + part);
-    }
-    copies_end();
-  };
-  const int beside = min(i, sh.places(i + 1));  // rows of w that have a place beside the keys
-  copy_rows(0, beside);
   const int64_t at = t * args.beta_row + h;
   const float beta = args.wide_beta ? static_cast<const float*>(args.beta)[at] : widen(static_cast<const T*>(args.beta)[at]);
   float v[2];
@@ -128,7 +114,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
       sh.own[warp][n] = x[m];
       sh.narrow[warp][n] = held[m];
       if (warp == 0) {
-        sh.k(i)[n] = held[m];
+        sh.k[i][n] = held[m];
         if (appends && c0 == 0 && h % group == 0) open_k[i * k_step + n] = held[m];
       }
     }
@@ -142,13 +128,13 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
       if (appends && c0 == 0) open_g[int64_t(i) * args.hv] = g;
     }
   }
-  copies_wait<2>();
+  copies_wait<1>();
   __syncthreads();
 
   const float here = sh.g[i], decay = exp_term(here), r_k = sh.r[0], r_q = sh.r[1];
   if (16 * warp <= i) {
     // 16 open rows a warp, times this row's key and query: columns 0 and 1, which the others repeat unread.
-    const T* const rows = sh.k(16 * warp + lane % 16) + lane / 16 * 8;
+    const T* const rows = &sh.k[16 * warp + lane % 16][lane / 16 * 8];
     const T* const own = sh.narrow[gid & 1] + 2 * tig;
     float d[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -168,8 +154,12 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
       }
   }
   __syncthreads();
-  copy_rows(beside, i);
-  copies_wait<2>();
+  for (int n = tid; n < i * (kColumns / 4); n += kThreads) {
+    const int j = n / (kColumns / 4), part = n % (kColumns / 4) * 4;
+    copy16_once(&sh.w[j][placed(j, part)], open_w + j * w_step + part);
+  }
+  copies_end();
+  copies_wait<1>();
   __syncthreads();
 
   // The state's columns and the open rows' are rows of the matrix unit, key and query its columns: what multiplies a
@@ -190,8 +180,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
   {
     const float* const factors = gid & 1 ? sh.p : sh.a;
     for (int j = tig; j < block; j += 8) {
-      const float a[4] = {rounded(sh.w(j)[placed(j, c)]), rounded(sh.w(j)[placed(j, c + 8)]),
-                          rounded(sh.w(j + 4)[placed(j, c)]), rounded(sh.w(j + 4)[placed(j, c + 8)])};
+      const float a[4] = {rounded(sh.w[j][placed(j, c)]), rounded(sh.w[j][placed(j, c + 8)]),
+                          rounded(sh.w[j + 4][placed(j, c)]), rounded(sh.w[j + 4][placed(j, c + 8)])};
       product(from_rows, a, rounded(factors[j]), rounded(factors[j + 4]));
     }
   }
@@ -210,7 +200,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
       const float a = -(sh.a[j] + 0.0f), p = sh.p[j] + 0.0f;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const float w = sh.w(j)[placed(j, c + 8 * m)] + 0.0f;
+        const float w = sh.w[j][placed(j, c + 8 * m)] + 0.0f;
         u[m] = fmaf(a, w, u[m]);
         o[m] = fmaf(p, w, o[m]);
       }
@@ -220,7 +210,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
       const float w = r_k * u[m];
       narrow(out[8 * m], args.scale * fmaf(sh.p[i] + 0.0f, w + 0.0f, o[m]));
       if (appends) open_w[i * w_step + c + 8 * m] = w;
-      sh.w(i)[placed(i, c + 8 * m)] = w;
+      sh.w[i][placed(i, c + 8 * m)] = w;
     }
   }
   if (!kept || i != kChunk - 1) return;
@@ -247,7 +237,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n) {
           const int column = placed(j, 8 * n + gid);
-          product(d[n], keys[s], rounded(e0 * sh.w(j)[column]), rounded(e1 * sh.w(j + 4)[column]));
+          product(d[n], keys[s], rounded(e0 * sh.w[j][column]), rounded(e1 * sh.w[j + 4][column]));
         }
       }
     }

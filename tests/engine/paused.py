@@ -110,7 +110,7 @@ class Recorder(graphs.HostRecorder):
         self._pool = self._region._saver.cuda.pool()
         self._region.start(self._pool.id)
 
-    def record(self, run):
+    def record(self, run, if_settled=False):
         region = self._region
         recording = region.recording(lambda: torch.zeros(1000, dtype=torch.uint8))  # a capture computes nothing
         with region._saver.cuda.use(self._pool):

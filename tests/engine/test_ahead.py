@@ -107,3 +107,22 @@ def test_an_engine_asks_for_it_while_its_weights_are_copied(tmp_path, monkeypatc
     Engine.from_pretrained(tmp_path, device="cpu", config=CONFIG).close()
     (name, _, _), _ = seen
     assert [each[1:] for each in seen] == [("cpu", None), ("cpu", CONFIG)] and name.endswith("ForCausalLM")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_attention_is_imported_beside_a_start(monkeypatch, fails):
+    """In a thread; what cannot be imported is no fault of the start, and on a CPU there is nothing to import."""
+    said = []
+
+    def load(name):
+        said.append((name, threading.current_thread().name))
+        if fails:
+            raise ImportError(name)
+
+    monkeypatch.setattr(ahead.importlib, "import_module", load)
+    for device in (torch.device("cpu"), CUDA):
+        with ahead.importing(device):
+            pass
+    with vx.use_backend("triton"), ahead.importing(CUDA):
+        pass
+    assert said == [("vexact_ops.attention.cute", "vexact-import")]

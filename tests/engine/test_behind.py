@@ -54,11 +54,11 @@ def test_while_drafts_are_verified_the_next_plan_is_made():
     plans = drain(scheduler, model, lookahead=True)
     assert all(sequence.tokens == expected(sequence) for sequence in sequences)
     assert [len(sequence.generated) for sequence in sequences] == [*counts]
-    assert sum(plan.follows is not None for plan in plans) > len(plans) - 4
+    assert sum(plan.follows for plan in plans) > len(plans) - 4
     assert sum(plan.drafted for plan in plans) > 4 * len(plans)
     for how in ({"follows": False}, {"max_num_seqs": 2, "follows": False}):
         scheduler, model, sequences = scheduled(counts, **how)
-        assert all(plan.follows is None for plan in drain(scheduler, model, lookahead=True))
+        assert all(not plan.follows for plan in drain(scheduler, model, lookahead=True))
         assert all(sequence.tokens == expected(sequence) for sequence in sequences)
 
 
@@ -74,7 +74,7 @@ def test_who_waits_and_fits_is_let_in_first():
     pending = []
     while scheduler.has_unfinished or pending:
         if plan := scheduler.schedule(lookahead=True):
-            assert plan.follows is None or not scheduler.waiting or len(scheduler.running) == 2
+            assert not plan.follows or not scheduler.waiting or len(scheduler.running) == 2
             pending.append((plan, model.run(plan)))
         if len(pending) == 2 or not plan:
             scheduler.commit(*pending.pop(0))
@@ -144,7 +144,7 @@ def test_a_step_behind_drafts_is_what_it_would_be_if_it_had_waited(apart):
         for waited in (False, True):
             sequences = [request([1, 2, 3], max_new_tokens=50, seed=i, temperature=0.5).sequences[0] for i in range(3)]
             pages, row = [[9, 4, 7, 1], [2, 8, 3, 6], [11, 10, 5, 0]], 2
-            plan = StepPlan([], 0, follows=None if waited else [1, 2, 3])
+            plan = StepPlan([], 0, follows=not waited)
             for i, (sequence, answer, count) in enumerate(zip(sequences, answers, counts)):
                 sequence.tokens.append(7)
                 chunk = Chunk(sequence, 4, 5 + count, True, pages[i], 0, i, slack=2, behind=(row, tuple(answer[:2])))
@@ -231,7 +231,7 @@ def test_it_is_launched_before_drafts_are_known(monkeypatch):
 
         def waited(self):
             pending = engine._loop._pending
-            counts.append((len(forwards), len(counts) + 1 + len(pending), [p.follows is not None for p, _ in pending]))
+            counts.append((len(forwards), len(counts) + 1 + len(pending), [p.follows for p, _ in pending]))
             return wait(self)
 
         monkeypatch.setattr(Pending, "wait", waited)
@@ -247,7 +247,7 @@ def test_what_single_tokens_take_behind_drafts_counts():
     plan, source = scheduler.drafter.plan, iter(range(1 << 20))
     scheduler.drafter.plan = lambda *args, **how: plan(*args, **how) if next(source) % 3 else []
     plans = drain(scheduler, model, lookahead=True)
-    behind = {(plan.drafted > 0, plan.ahead) for plan in plans if plan.follows is not None}
+    behind = {(plan.drafted > 0, plan.ahead) for plan in plans if plan.follows}
     assert behind == {(False, True), (True, False)}
 
 
@@ -268,7 +268,7 @@ def test_a_step_that_fails_takes_the_one_behind_it_along(where, settled, monkeyp
             wait, failed = Pending.wait, []
 
             def fail_once(self):
-                if not failed and any(plan.follows is not None for plan, _ in engine._loop._pending):
+                if not failed and any(plan.follows for plan, _ in engine._loop._pending):
                     failed.append(fail)
                     fail()
                 return wait(self)

@@ -149,6 +149,13 @@ def test_a_text_ends_where_the_tokenizer_says_too(saved, caplog):
     assert load(saved, device="cpu").eos_token_ids == (2,) and not caplog.text
 
 
+def test_an_end_that_no_token_is_is_said(saved, caplog):
+    edit(saved, "generation_config.json", eos_token_id=[7, 9000])
+    for read in (load, load_in_stages):
+        read(saved, device="cpu")
+    assert caplog.text.count("eos_token_id: 9000: no text ends with that: the model has ") == 2
+
+
 # The Hub
 
 

@@ -27,7 +27,7 @@ class Scheduler:
         self.over = threading.Event()
 
     def schedule(self, lookahead):
-        return SimpleNamespace(num_tokens=1, follows=None, over=self.over)
+        return SimpleNamespace(num_tokens=1, over=self.over)
 
     def commit(self, plan, sampled):
         self.commits += 1

@@ -10,7 +10,7 @@ from engine_models import _model, build
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation
 from vexact_engine.handover.session import difference
 from vexact_engine.proof.bisect import bisect
 from vexact_engine.proof.prompts import synthetic_prompts
@@ -164,6 +164,21 @@ def test_declared_factors_of_longrope(choice, tmp_path):
     stack = patched(model, longrope=choice)
     assert stack.name == f"patched:longrope={choice}"
     assert bisect(stack, chunks(model, longrope=choice), [[5, 6, 7]]).equal
+
+
+def test_short_factors_are_for_texts_within_the_original_length():
+    """Behind it they are not the model's: such a text would have other numbers than anywhere else, in silence."""
+    model = _model.__wrapped__("Llama", torch.bfloat16, 0, LONGROPE)
+    speculation = Speculation(draft_model=build("Llama"))  # it turns otherwise, and is patched without a choice
+    for choice, longest in (("short", 64), ("long", 256)):
+        config = replace(CONFIG, longrope=choice)
+        said = f"max_model_len is {longest + 1}, expected at most {longest}: .*longrope='{choice}'"
+        with pytest.raises(ValueError, match=said):
+            Engine.from_pretrained(model, config=replace(config, max_model_len=longest + 1))
+        with Engine.from_pretrained(model, config=replace(config, speculation=speculation)) as engine:
+            assert engine.config.max_model_len == longest
+    with pytest.raises(ValueError, match="longrope: got 'short', expected None"):
+        Engine.from_pretrained(build("Llama"), config=replace(CONFIG, longrope="short"))
 
 
 @pytest.mark.process

@@ -114,7 +114,7 @@ def test_what_was_drawn_is_noted(draws, random):
 def test_a_step_behind_drafts_is_moved(chunks, most, apart, random):
     """As on a CPU: drafts of every length, none, some or all of them right, the last of windows with none."""
     device, numbers = random(0, 2, 1).device, random(0, 1 << 30, 6, chunks).cpu().numpy()
-    plan, row = StepPlan([], 0, follows=list(range(chunks))), 5
+    plan, row = StepPlan([], 0, follows=True), 5
     drawn = random(-1, 1 << 20, chunks * (most + 1) + 9)
     for i in range(chunks):
         drafted, count, right = (int(n) % (most + 1) for n in numbers[:3, i])

@@ -76,6 +76,17 @@ def test_a_stop_string_that_could_never_be_found_is_refused(engine):
     assert "stop has 'x<bos>', expected '<bos>' alone, or skip_special_tokens=False" in refused.error
 
 
+def test_a_special_token_that_the_model_has_no_row_for_is_refused_as_a_stop():
+    """A tokenizer with more tokens than its model: nothing ever ends there."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    with Engine.from_pretrained(any_token(EOS), tokenizer=tokenizer, config=CONFIG) as engine:
+        params = [SamplingParams(stop="<end>"), SamplingParams(stop_token_ids=[3, 259])]
+        *refused, other = engine.generate([[65]] * 3, [*params, SamplingParams(max_new_tokens=1, stop="<bos>")])
+    assert all("stop_token_ids has 259, expected ids below 259" in c.error for c in refused)
+    assert other.finish_reason == "length"
+
+
 def streamed(engine, asked):
     """What is streamed of each, side by side."""
 

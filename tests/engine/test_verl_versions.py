@@ -77,6 +77,8 @@ def test_options_that_the_trainer_declares():
     for wrong, error in wrongs:
         with pytest.raises(error, match=r"model\.fused_kernel_options\.vexact"):
             verl.declared_options({"fused_kernel_options": {"vexact": wrong}})
+    with pytest.raises(ValueError, match=r"model\.fused_kernel_options: got vexat, expected of impl_backend, vexact"):
+        verl.declared_options({"fused_kernel_options": {"vexat": {"kv_segment": 64}}})
 
 
 def test_options_of_what_is_checked():

@@ -29,7 +29,7 @@ class ToyModel:
         self.reach, self.beside = reach, {}
         self.windowed = [None] * ((config.num_window_pages or 0) * config.page_size)
         self.latest = {}  # slot -> the latest sample drawn there
-        self.before = []  # of each chunk that was computed last: what was drawn after its tokens
+        self.before = {}  # of each chunk that was computed last, by its first row: its draft, what was drawn after each
 
     def run(self, plan):
         """What a step computes: all its writes, then all its reads."""
@@ -44,7 +44,7 @@ class ToyModel:
                 self.memory[self.place(chunk, position)] = (position, token, plan.weight_version)
                 if self.windowed:
                     self.windowed[self.own(chunk, position)] = (position, token, plan.weight_version)
-        drawn, self.before = [], []
+        drawn, self.before = [], {}
         for chunk in chunks:
             read = [self.memory[self.place(chunk, position)] for position in range(chunk.end)]
             positions, tokens, versions = zip(*read)
@@ -59,17 +59,20 @@ class ToyModel:
             for count in range(chunk.end - chunk.draws + 1, chunk.end + 1):
                 drawn.append(draw(tokens[:count], chunk.sequence.seed, plan.weight_version))
                 self.latest[chunk.slot] = drawn[-1]
-            self.before.append((chunk.draft, drawn[len(drawn) - chunk.draws :]))
+            first = len(drawn) - chunk.draws
+            self.before[first] = chunk.draft, drawn[first:]
         tops = [{token: -1.0} for token in drawn]
         return Sampled(drawn, [-float(t) for t in drawn], [-2.0 * t for t in drawn], tops)
 
     def begun(self, plan):
         """Its chunks, where drafts of the last plan decide where they begin as these have it."""
-        if plan.follows is None:
+        if not plan.follows:
             return plan.chunks
         chunks = []
-        for chunk, at in zip(plan.chunks, plan.follows, strict=True):
-            draft, drawn = self.before[at]
+        for chunk in plan.chunks:
+            row, draft = chunk.behind
+            said, drawn = self.before[row]
+            assert draft == said
             right = next((i for i, token in enumerate(draft) if token != drawn[i]), len(draft))
             chunk = dataclasses.replace(chunk)
             assert chunk.slack == len(draft)

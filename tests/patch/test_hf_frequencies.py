@@ -176,3 +176,6 @@ def test_declared_factors_of_longrope(name, choice, length):
 def test_an_unknown_choice_of_factors():
     with pytest.raises(ValueError, match="longrope: got 'auto', expected None, 'short' or 'long'"):
         vx.patch.hf(loaded(), longrope="auto")
+    for choice in ("short", "long"):
+        with pytest.raises(ValueError, match=f"longrope: got '{choice}', expected None: the .* has no such rotation"):
+            vx.patch.hf(loaded(), longrope=choice)

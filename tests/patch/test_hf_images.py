@@ -222,6 +222,32 @@ def test_on_the_meta_device_it_is_the_same(models):
         assert handle.describe() == known.describe()
 
 
+def test_patches_may_lie_where_a_processor_has_made_them():
+    with torch.device("meta"):
+        from transformers import AutoModelForImageTextToText
+
+        bare = AutoModelForImageTextToText.from_config(image_models.config_of("qwen3_vl"))
+    seen = []
+    with vx.patch.hf(bare) as handle:
+        handle.tower.register_forward_pre_hook(lambda _, given: seen.append(given[0].device.type))
+        with pytest.raises(vx.BackendUnavailable, match="meta"):
+            handle.encode(PIXELS[0], ROWS[0][1])
+    assert seen == ["meta"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
+@NAMES
+def test_patches_and_grids_may_lie_on_the_host(name, models):
+    """As VeOmni's engine on one rank hands them on, which brings tokens to the GPU."""
+    model, (ids, grids) = copy.deepcopy(models(name)).cuda(), ROWS[0]
+    ids = torch.tensor([ids], device="cuda")
+    with vx.patch.hf(model) as handle:
+        given = {"pixel_values": PIXELS[0], "image_grid_thw": torch.tensor(grids)}
+        there = handle.logprobs(ids, **{key: value.cuda() for key, value in given.items()})
+        assert_bitwise(handle.logprobs(ids, **given), there)
+
+
 @pytest.mark.parametrize("merge,side,window", [(2, 48, None), (2, None, 4), (3, 7, 2)])
 def test_the_host_lays_out_images_as_transformers_does(merge, side, window):
     """Bit for bit what its release 5.24 computes on the device."""

@@ -105,6 +105,8 @@ def rollout_config(path, *overrides):
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         "+actor_rollout_ref.rollout.engine_kwargs.vexact.num_pages=256",
     ]
+    if os.environ.get("VERL_ENGINE_VENDOR"):
+        given += ["actor_rollout_ref.model.external_lib=vexact_engine.verl.actor"]
     with initialize_config_dir(os.path.join(os.path.dirname(verl.__file__), "trainer/config"), version_base=None):
         return compose("ppo_trainer", overrides=[*given, *overrides])
 

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import vexact_ops as vx
+from benchmarks.trl_steps import watched
 from vexact_engine import Engine, EngineConfig
 from vexact_engine.trl import GRPOTrainer
 from vexact_engine.trl.generation import Generation
@@ -35,24 +36,7 @@ def data(count=32):
     return Dataset.from_dict({"prompt": ["say " + "more " * (i % 5) + str(i) for i in range(count)]})
 
 
-class Watched(GRPOTrainer):
-    """Keeps what the engine reported and what the loss had of the same answers, as TRL pads them."""
-
-    def _compute_loss(self, model, inputs):
-        self.seen = getattr(self, "seen", [])
-        self.seen.append([inputs["sampling_per_token_logps"], None, inputs["completion_mask"] != 0])
-        return super()._compute_loss(model, inputs)
-
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if found[0].requires_grad:
-            self.seen[-1][1] = found[0].detach()
-        return found
-
-    def differ(self):
-        """(log-probabilities whose bytes differ, how many there were)."""
-        pairs = [(a[mask].view(torch.int32), b[mask].view(torch.int32)) for a, b, mask in self.seen]
-        return sum((a != b).sum().item() for a, b in pairs), sum(len(a) for a, _ in pairs)
+Watched = watched(GRPOTrainer)
 
 
 def test_buffers_that_a_trainer_has_changed_reach_the_engine(models):
@@ -175,6 +159,22 @@ def test_quantised_weights_are_refused(tmp_path):
 def test_a_wrong_value_of_sampling_is_refused_when_the_trainer_is_made(changes, kind, said, models, tmp_path):
     with pytest.raises(kind, match=f"SamplingParams: {said}"):
         GRPOTrainer(str(models("qwen3")), evens, config(tmp_path, **changes), train_dataset=data())
+
+
+def test_a_compiler_that_leaves_out_roundings_is_refused(models, tmp_path, monkeypatch):
+    from torch._inductor import config as inductor
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # whatever transformers makes of it goes with this test
+    path = str(models("qwen3"))
+    with pytest.raises(ValueError, match=r"vexact_engine\.trl: torch_compile: got the backend inductor"):
+        GRPOTrainer(path, evens, config(tmp_path, torch_compile=True), train_dataset=data())
+    monkeypatch.setattr(inductor, "emulate_precision_casts", True)
+    GRPOTrainer(path, evens, config(tmp_path, torch_compile=True), train_dataset=data()).close()
+    monkeypatch.setattr(inductor, "emulate_precision_casts", False)
+    trainer = train(path, tmp_path, max_steps=1, torch_compile=True, torch_compile_backend="aot_eager")
+    differ, count = trainer.differ()
+    assert differ == 0 and count > 20
+    trainer.close()
 
 
 def test_an_answer_goes_on_behind_the_end_of_sequence_where_that_is_asked_for(models, tmp_path):

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from verl.workers.config import HFModelConfig
+from verl.workers.config.model import MtpConfig
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
@@ -55,7 +56,10 @@ REFUSED = {
         "ulysses_sequence_parallel_size: got 3, expected a divisor of num_attention_heads, ",
     ),
     "lora": ({"model_config": {"lora_rank": 8}}, "lora_rank: got 8, expected 0"),
+    "lora-of-megatron": ({"model_config": {"lora": {"rank": 8}}}, "lora.rank: got 8, expected 0"),
     "liger": ({"model_config": {"use_liger": True}}, "use_liger: got True"),
+    "mtp": ({"model_config": {"mtp": MtpConfig(enable=True, enable_train=True)}}, "mtp.enable_train: got True"),
+    "tiled": ({"model_config": {"tiled_mlp": {"enabled": True}}}, "tiled_mlp.enabled: got True, expected False"),
     "activations": ({"model_config": {"enable_activation_offload": True}}, "enable_activation_offload: got True"),
     "fsdp1": ({"backend": "fsdp"}, "strategy: got fsdp, but VERL_ENGINE_VENDOR=vexact serves fsdp2 and veomni"),
     "computed-in-fp32": (
@@ -228,6 +232,7 @@ def veomni(folders, rollouts, tmp_path_factory):
         made("experts-apart-shared", "qwen3_moe", engine={"ulysses_parallel_size": 2, "expert_parallel_size": 2}),
         made("ulysses", engine={"ulysses_parallel_size": 3}, refused=True),
         made("whole", engine={"ulysses_parallel_size": 2}, refused=True, model_config=WHOLE["model_config"]),
+        made("override", refused=True, model_config={"override_config": {"rms_norm_eps": 1e-2}}),
     ]
     return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
 
@@ -409,6 +414,7 @@ def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
     assert_bitwise(without_last(veomni["bf16-weights"].logprobs), rollouts["qwen3"].every())
     assert_bitwise(of_responses(veomni["cooler"].logprobs, rollouts["cooler"]), rollouts["cooler"].drawn())
     assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 3, expected a divisor of")
+    assert veomni["override"].error.startswith("override_config.rms_norm_eps: got 0.01, but ")
     assert veomni["whole"].error.startswith("whole_gradients: got True with strategy=veomni, expected fsdp2")
 
 

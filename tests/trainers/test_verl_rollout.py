@@ -102,41 +102,6 @@ def test_as_an_entry_point(tmp_path):
         assert done.stdout.split("\n")[-2] == "True vexact_engine.verl.adapter.ServerAdapter", done.stderr
 
 
-@pytest.mark.parametrize(
-    "override, said",
-    [
-        ("rollout.data_parallel_size=2", "data_parallel_size: got 2, expected 1"),
-        ("+rollout.repetition_penalty=1.1", "repetition_penalty: got 1.1, expected 1.0"),
-        ("++rollout.quantization=fp8", "quantization: got 'fp8'"),
-        ("++rollout.enable_rollout_routing_replay=true", "enable_rollout_routing_replay: got True"),
-        ("+rollout.engine_kwargs.vexact.num_page=3", "unknown: num_page; there is: .*num_pages"),
-        ("+rollout.engine_kwargs.vexact.kv_segment=-1", "EngineConfig: kv_segment is -1"),
-        ("+rollout.engine_kwargs.vexact.pipeline_parallel_size=2", "unknown: pipeline_parallel_size"),
-        (
-            "+rollout.engine_kwargs.vexact.speculation.depth=2",
-            "EngineConfig: speculation has depth, expected max_draft",
-        ),
-        ("+rollout.engine_kwargs.vexact.seeds=epoch", "seeds: got 'epoch', expected step or prompt"),
-        ("+rollout.engine_kwargs.vexact.seeds=prompt", "seeds: got 'prompt' without rollout.full_determinism"),
-        ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
-        ("++rollout.do_sample=false", "do_sample: got False, expected True: rollout.temperature=0"),
-        ("++rollout.logprobs_mode=raw_logprobs", "logprobs_mode: got 'raw_logprobs', expected 'processed_logprobs'"),
-        ("++rollout.over_sample_rate=0.1", "over_sample_rate: got 0.1, expected 0"),
-        ("++rollout.scheduling_policy=priority", "scheduling_policy: got 'priority', expected 'fcfs'"),
-        ("++rollout.quantization_config_file=x.json", "quantization_config_file: got 'x.json', expected None"),
-        ("++rollout.mtp={_target_:verl.workers.config.MtpConfig,enable:true,enable_rollout:true}", "enable_rollout"),
-        ("++rollout.top_p=0", "vexact: rollout: SamplingParams: top_p is 0"),
-        ("++rollout.val_kwargs.temperature=-1", "vexact: rollout.val_kwargs: SamplingParams: temperature is -1"),
-    ],
-)
-def test_options_that_are_refused(path, override, said):
-    from verl.utils.config import omega_conf_to_dataclass
-
-    rollout, _ = configs(path, override.replace("rollout.", "actor_rollout_ref.rollout.", 1))
-    with pytest.raises(ValueError, match=said):
-        engine_options(omega_conf_to_dataclass(rollout))
-
-
 SEEDS = "+actor_rollout_ref.rollout.engine_kwargs.vexact.seeds=prompt"
 
 
@@ -565,6 +530,19 @@ def test_what_an_adapter_takes_and_refuses(path, monkeypatch, kind):
         with pytest.raises(NotImplementedError, match=said):
             asyncio.run(follower.update_weights(make(), **told))
     assert taken == ["a", "b", "c"]
+
+
+def test_an_actor_that_nobody_registered_is_refused(path, monkeypatch):
+    """The environment asks for the aligned actor, and no external_lib names it: verl has taken its own."""
+    follower = adapter_of(path, monkeypatch, 1, -1, *STAGES)
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "vexact")
+    monkeypatch.delitem(sys.modules, "vexact_engine.verl.actor", raising=False)
+    left = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    with pytest.raises(RuntimeError, match="external_lib: expected vexact_engine"):
+        asyncio.run(follower.update_weights(left, global_steps=3))
+    assert next(left, None) is None, "each item is a collective"
+    monkeypatch.setitem(sys.modules, "vexact_engine.verl.actor", None)
+    asyncio.run(follower.update_weights(iter([("a", torch.zeros(1))]), global_steps=3))
 
 
 def test_the_trainers_options_are_in_its_fingerprint(path, monkeypatch):

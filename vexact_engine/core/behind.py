@@ -74,7 +74,7 @@ class Verifying:
         if not self.drafter.may_follow(last.chunks) or not (decodes := self._decodes_behind(last)):
             return plan
         plan.image_epoch = self.encodings.begin()
-        plan.follows, plan.chunks = [at for at, _ in decodes], [chunk for _, chunk in decodes]
+        plan.follows, plan.chunks = True, [chunk for _, chunk in decodes]
         for at, chunk in decodes:
             last.chunks[at].later, sequence = chunk, chunk.sequence
             sequence.num_planned, sequence.last_step = chunk.end, self.stats.steps

@@ -73,8 +73,8 @@ class StepPlan:
     planned   when it was made, in time.monotonic() seconds; None where that is not measured
     ahead     whether it was made while another was computed; None where none is
     failure   why it cannot be computed
-    follows   of each chunk the one of the plan before it whose draft decides where it begins: the plan is made, and
-              launched, while that is verified (behind.py)
+    follows   whether drafts of the plan before it decide where its chunks begin: it is made, and launched, while those
+              are verified (behind.py)
     """
 
     chunks: list[Chunk]
@@ -85,7 +85,7 @@ class StepPlan:
     planned: float | None = None
     ahead: bool | None = None
     failure: Exception | None = None
-    follows: list[int] | None = None
+    follows: bool = False
 
     def __bool__(self):
         return bool(self.chunks)

@@ -322,7 +322,7 @@ class Scheduler(Verifying):
     def _stamp(self, plan, lookahead):
         """For whoever wants to know what a step took. Of drafts behind drafts that is known at once: the host does its
         part beside the step before, and that of the next one beside this."""
-        ahead = bool(self._in_flight) and not (plan.follows is not None and plan.drafted)
+        ahead = bool(self._in_flight) and not (plan.follows and plan.drafted)
         plan.planned, plan.ahead = time.monotonic(), ahead if lookahead else None
 
     def _choose(self, lookahead, rested=True):

@@ -11,9 +11,10 @@ from ..weights.load import Loaded
 
 
 def complete(config: EngineConfig, loaded: Loaded) -> EngineConfig:
-    made_for, wanted = shapes.max_positions(loaded.model), config.max_model_len
+    made_for, wanted = shapes.max_positions(loaded.model, config.longrope), config.max_model_len
     if made_for is not None and wanted is not None and wanted > made_for:
-        raise ValueError(f"EngineConfig: max_model_len is {wanted}, expected at most {made_for}: {loaded.name}'s own")
+        own = f"{loaded.name}'s own" + (f", with longrope={config.longrope!r}" if config.longrope else "")
+        raise ValueError(f"EngineConfig: max_model_len is {wanted}, expected at most {made_for}: {own}")
     return replace(config, max_model_len=wanted if wanted is not None else made_for)
 
 

@@ -1,15 +1,16 @@
-"""Kernels are verified while weights are copied to a GPU, and compiled while an engine starts: in a thread and on a
-stream of their own."""
+"""What is done in a thread of its own: kernels are verified while weights are copied to a GPU, and modules are imported
+while an engine starts."""
 
 import contextlib
+import importlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 import vexact_ops as vx
-from vexact_ops.patch.admit import compile_draws, empty_of, needs_of
+from vexact_ops.patch.admit import empty_of, needs_of
 
 from ..config import EngineConfig
 
@@ -41,37 +42,38 @@ def verifying(model: torch.nn.Module, device: torch.device, config: EngineConfig
         except Exception:
             log.info("nothing more is verified while weights are copied", exc_info=True)
 
-    thread = threading.Thread(target=verify, name="vexact-verify", daemon=True)
-    thread.start()
     try:
-        yield
+        with _beside(verify, "verify", ended.set):
+            yield
     finally:
-        ended.set()
-        thread.join()
         torch.cuda.empty_cache()  # of a stream that is not used again
 
 
 @contextlib.contextmanager
-def compiling(model: torch.nn.Module, device: torch.device, config: EngineConfig) -> Iterator[None]:
-    """Beside a start, which the block is: what that comes to last, and would wait for."""
-    head = model.get_output_embeddings()
-    if device.type != "cuda" or vx.current_backend() not in (None, "cuda") or head is None:
+def importing(device: torch.device) -> Iterator[None]:
+    """Beside a start, which the block is: the modules of attention that it would come to, which take seconds to import.
+    What cannot be imported is said where it is met."""
+    if device.type != "cuda" or vx.current_backend() not in (None, "cuda"):
         yield
         return
-    vocabulary, width = head.weight.shape
 
-    def compile_all() -> None:
-        try:
-            with _own_stream(device):
-                compile_draws(width, vocabulary, config.max_num_seqs, device)
-        except Exception:
-            log.info("draws are compiled where they are met", exc_info=True)
+    def read() -> None:
+        with contextlib.suppress(Exception):
+            importlib.import_module("vexact_ops.attention.cute")
 
-    thread = threading.Thread(target=compile_all, name="vexact-compile", daemon=True)
+    with _beside(read, "import"):
+        yield
+
+
+@contextlib.contextmanager
+def _beside(work: Callable[[], None], name: str, end: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """`end` is called before the block's end waits for the thread."""
+    thread = threading.Thread(target=work, name=f"vexact-{name}", daemon=True)
     thread.start()
     try:
         yield
     finally:
+        end()
         thread.join()
 
 

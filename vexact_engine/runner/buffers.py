@@ -7,9 +7,9 @@ There is one buffer, `words`, at a fixed address:
 
 The columns of the forward begin at `middle`, and those of the draw end there: so where a column lies follows from its
 own part's sizes, a CUDA graph of either part finds its columns in place, and what a step needs is one piece. Facts are
-of a step behind drafts (follow.py). All that
-can be computed from numbers on the host is computed there, by NumPy for all tokens at once; a token that is known on
-the device alone is gathered from the last tokens, and pages from the page table, which lies beside the buffer.
+of a step behind drafts (follow.py). All that can be computed from numbers on the host is computed there, by NumPy for
+all tokens at once; a token that is known on the device alone is gathered from the last tokens, and pages from the page
+table, which lies beside the buffer.
 """
 
 import contextlib
@@ -131,7 +131,6 @@ class Host:
         self.bytes, self.numbers = self.words.view(torch.uint8).numpy(), self.drawn.numpy()
         self.address = self.drawn.data_ptr()
         self.event = torch.cuda.Event() if pinned else None
-        self.laid: _Laid | None = None
 
     def wait(self) -> None:
         """Until what was last fetched is there."""
@@ -255,14 +254,14 @@ class Buffers:
         ids      count -> token ids for the padding
         follow   what it depends on, if it is one behind drafts: its rows are moved once they are there
         """
-        host = self._lay(step, body, head, ids, follow)
+        host, laid = self._lay(step, body, head, ids, follow)
         with self.kept(host):
-            self._post(host)
+            self._post(host, laid)
         return host
 
     def _lay(
         self, step: Step | None, body: Body, head: Head | None, ids: Callable | None, follow: Follow | None
-    ) -> Host:
+    ) -> tuple[Host, _Laid]:
         if not self._free:
             self._free.append(Host(self._size, self._draws, self.device))
             self._hosts += self._free
@@ -340,11 +339,9 @@ class Buffers:
             host.bytes[numbers : numbers + 4 * len(pages)].view(np.int32)[:] = pages
         news = (where, pages) if apart and len(pages) else None
         count = 0 if apart else len(pages)
-        host.laid = _Laid(of_body, to, (body, head), first, end, count, news, behind)
-        return host
+        return host, _Laid(of_body, to, (body, head), first, end, count, news, behind)
 
-    def _post(self, host: Host) -> None:
-        laid = host.laid
+    def _post(self, host: Host, laid: _Laid) -> None:
         first, end = laid.first // 8, laid.end // 8
         if laid.follow and not self._kernels:  # what the step before has drawn is there
             follow, apart = laid.follow[0], laid.sizes[0].apart
@@ -489,7 +486,6 @@ class Buffers:
         return ids, *values
 
     def give_back(self, host: Host) -> None:
-        host.laid = None
         self._free.append(host)
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ from ..weights.draft import Draft
 from ..weights.update import Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from . import memory
-from .ahead import compiling
+from .ahead import importing
 from .beside import runner_beside
 from .drafting import DraftModel
 from .follow import Follow
@@ -99,7 +99,7 @@ class Worker:
             if draft is not None and draft.prefix:
                 self._stack.enter_context(_owned(draft.module))
             beside = runner_beside(draft, self._handle, config, self.device, self._stack)
-            with compiling(model, self.device, config):
+            with importing(self.device):
                 self._runner = Runner(model, self._handle, config, self.device, beside)
             self.draft_model = None if beside is None else DraftModel(beside.launch, **beside.facts())
             self.config, self.path = self._runner.config, self._runner.path
@@ -133,7 +133,7 @@ class Worker:
         if plan.failure is not None:
             raise plan.failure
         step = self._encoder.encode(plan)
-        if plan.follows is not None:
+        if plan.follows:
             return self._runner.launch(step, follow=Follow(plan))
         if self.images is None:
             return self._runner.launch(step)

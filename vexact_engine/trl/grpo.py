@@ -42,9 +42,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                    trainer's model and its reference have too
     raises         ValueError names what would have other bits, or what the engine does not do: PEFT, Liger, an fp32
                    head, repetition penalties, noise in embeddings, load balancing losses, DeepSpeed, another generator,
-                   quantised weights, fp16 by autocast, an evaluation in another dtype, images; or a name in
-                   `args.generation_kwargs` that is none of GENERATION. TypeError for another model, an adapted one
-                   among them. UnsupportedModule, see vexact_ops.patch.hf
+                   quantised weights, fp16 by autocast, an evaluation in another dtype, images, Inductor without its
+                   emulate_precision_casts; or a name in `args.generation_kwargs` that is none of GENERATION. TypeError
+                   for another model, an adapted one among them. UnsupportedModule, see vexact_ops.patch.hf
 
     All else is TRL's, and its own arguments go on to it. Seeds of draws are functions of `args.seed`.
     """
@@ -81,6 +81,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         if self.aux_loss_enabled:
             raise ValueError("vexact_engine.trl: router_aux_loss_coef: expected 0.0: aligned routers have no such loss")
+        _refuse_compiler(self.accelerator.state.dynamo_plugin)
         self._patch_reference(config)
         fields = self._sampling(args)
         device, tokenizer = self.accelerator.device, self._tokenizer if fields.get("stop") else False
@@ -137,6 +138,19 @@ class GRPOTrainer(trl.GRPOTrainer):
             found.append([v.new_zeros(ids.numel()).index_copy(0, rows, v).view_as(ids)[:, keep] for v in values])
         logprobs, *entropies = (torch.cat(values) for values in zip(*found))
         return logprobs, entropies[0] if compute_entropy else None, None
+
+
+def _refuse_compiler(plugin: Any) -> None:
+    """Whether args.torch_compile or accelerate's own configuration asks for it: what accelerate puts around the model,
+    the patch does not see."""
+    from torch._inductor import config
+
+    if plugin.backend.value.lower() == "inductor" and not config.emulate_precision_casts:
+        raise ValueError(
+            "vexact_engine.trl: torch_compile: got the backend inductor, expected another one, or "
+            "torch._inductor.config.emulate_precision_casts = True before the trainer is made: it leaves out roundings "
+            "between the kernels that it joins"
+        )
 
 
 def _refuse(args: "trl.GRPOConfig", kwargs: dict[str, Any]) -> None:

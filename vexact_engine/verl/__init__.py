@@ -19,7 +19,7 @@ verl and VeOmni are installed with --no-deps (their bounds exclude each other's 
 in the extras vexact[verl] and vexact[veomni].
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -101,9 +101,29 @@ def wants_whole_gradients(model_config: Any) -> bool:
     return wanted
 
 
+def overridden(model_config: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """What model.override_config asks for and a config has not, parts of it by part: (name, what it has, what was
+    asked). How attention is computed is neither's."""
+    given = model_config.override_config.get("model_config", model_config.override_config)  # as verl reads it
+
+    def of(given: Mapping, has: Any, before: str) -> Iterator[tuple[str, Any, Any]]:
+        for name, wanted in given.items():
+            got = has.get(name) if isinstance(has, Mapping) else getattr(has, name, None)
+            if isinstance(wanted, Mapping):
+                yield from of(wanted, got, f"{before}{name}.")
+            elif got != wanted and name != "attn_implementation":
+                yield before + name, got, wanted
+
+    return of(given, config, "")
+
+
 def _asked(model_config: Any, options: dict[str, Any]) -> dict[str, Any]:
     """These of fused_kernel_options.vexact, or what they are by themselves."""
-    asked = (model_config.get("fused_kernel_options") or {}).get("vexact") or {}
+    given = model_config.get("fused_kernel_options") or {}
+    if strange := sorted(set(given) - {"impl_backend", "vexact"}):  # verl's own, and ours
+        where = _WHERE.rpartition(".")[0]
+        raise ValueError(f"{where}: got {', '.join(map(str, strange))}, expected of impl_backend, vexact")
+    asked = given.get("vexact") or {}
     if not isinstance(asked, Mapping):
         raise TypeError(f"{_WHERE}: got {type(asked).__name__}, expected a mapping")
     if unknown := sorted(set(asked) - set(_OPTIONS)):

@@ -14,7 +14,8 @@ actor.freeze_vision_tower, which verl's own engines do not read, keeps the image
 weights are those of no Ulysses with +actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients=True.
 
 Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisation-aware training, router replay,
-offload of activations, distillation from top-k, calculate_sum_pi_squared, whole_gradients under VeOmni.
+offload of activations, distillation from top-k, calculate_sum_pi_squared, tiled MLPs, training of MTP's layers, and
+under VeOmni whole_gradients and an override_config that it would not read.
 """
 
 import copy
@@ -25,11 +26,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 import vexact_ops as vx
 from vexact_ops.patch.facts import compute_dtypes
 
-from . import check_options, check_versions, declared_options, wants_whole_gradients
+from . import check_options, check_versions, declared_options, overridden, wants_whole_gradients
 
 check_versions()
 
@@ -253,6 +255,18 @@ def refuse(model_config, engine_config) -> None:
             f"lora_rank: got {model_config.lora_rank}, expected 0: a rollout has adapters merged into its weights and "
             "rounded once more, so its log-probabilities are not those that a trainer computes with adapters apart"
         )
+    if (model_config.lora or {}).get("rank"):
+        rank = model_config.lora["rank"]
+        raise NotImplementedError(f"lora.rank: got {rank}, expected 0: that is Megatron's, and nobody reads it here")
+    if (model_config.tiled_mlp or {}).get("enabled"):
+        raise NotImplementedError(
+            "tiled_mlp.enabled: got True, expected False: it replaces forwards of the model, which aligned ones are in "
+            "the place of"
+        )
+    if model_config.mtp.enable and model_config.mtp.enable_train:
+        raise NotImplementedError("mtp.enable_train: got True, expected False: of a model the layers alone are trained")
+    if engine_config.strategy == "veomni":
+        _refuse_overrides(model_config)
     if model_config.use_liger:
         raise NotImplementedError("use_liger: got True, expected False: its kernels are not aligned")
     for name, config in (
@@ -277,6 +291,19 @@ def refuse(model_config, engine_config) -> None:
         raise NotImplementedError(
             f"router_replay.mode: got {replay.mode}, expected disabled: the rollout's and the trainer's routers choose "
             "the same experts, bit for bit, and the rollout records none"
+        )
+
+
+def _refuse_overrides(model_config) -> None:
+    """VeOmni makes its model of the file, whatever override_config says."""
+    if not model_config.override_config:
+        return
+    path = model_config.local_hf_config_path
+    file = AutoConfig.from_pretrained(path, trust_remote_code=model_config.trust_remote_code)
+    for name, got, wanted in overridden(model_config, file):
+        raise ValueError(
+            f"override_config.{name}: got {wanted!r}, but {path}/config.json has {got!r}, which VeOmni reads: write it "
+            "there"
         )
 
 

@@ -1,6 +1,7 @@
 """The trainer's end of the rollout: in each rank of a hybrid trainer, or in each of verl's CheckpointEngineWorkers."""
 
 import os
+import sys
 
 from . import check_versions, declared_options
 
@@ -16,6 +17,8 @@ from ..handover.sender import WeightSender
 from ..weights.load import as_dtype
 from .handed import About, said
 from .server import LARGEST_BUCKET, engine_options, server_name
+
+_VENDOR, _ACTOR = "vexact", f"{__package__}.actor"
 
 
 class ServerAdapter(BaseRollout):
@@ -57,7 +60,8 @@ class ServerAdapter(BaseRollout):
                   they are of (handed.About); verl's own actor's do not, and are taken for what the options say
         raises    HandoverFailed, PeerLost, with what the engine has now: the same on all of a replica's nodes, of which
                   the one is named that it failed on; ValueError where the trainer computes in
-                  another dtype than rollout.dtype; NotImplementedError, before any item
+                  another dtype than rollout.dtype; RuntimeError where VERL_ENGINE_VENDOR asks for the aligned actor,
+                  and model.external_lib names none; NotImplementedError, before any item
         """
         if wire_format != "named_tensors":
             raise NotImplementedError(f"vexact: wire_format: got {wire_format!r}, expected named_tensors")
@@ -72,6 +76,11 @@ class ServerAdapter(BaseRollout):
             about = await weights.begin() if hasattr(weights, "begin") else getattr(weights, "about", None)
             if about is not None:
                 about.refuse(as_dtype(self.config.dtype, get_device_name()))
+            elif os.environ.get("VERL_ENGINE_VENDOR") == _VENDOR and _ACTOR not in sys.modules:
+                raise RuntimeError(
+                    f"vexact: actor_rollout_ref.model.external_lib: expected {_ACTOR}, as VERL_ENGINE_VENDOR is "
+                    f"{_VENDOR}: without it verl has taken its own actor, whose log-probabilities are not the rollout's"
+                )
             if self._sends:
                 server = self._server()
                 sender = self._sender_to(await server.get_weights_address.remote(self._node), about)

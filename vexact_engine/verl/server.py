@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from . import check_versions
+from . import check_versions, overridden
 
 check_versions()
 import numpy as np
@@ -50,10 +50,14 @@ _ONLY = {  # verl's names of what this rollout has one value of, and why
     "logprobs_mode": ("processed_logprobs", "they are those of rollout.temperature, as the trainer's are"),
     "over_sample_rate": (0, "every sample is answered in full"),
     "scheduling_policy": ("fcfs", "calls are let in as they come"),
+    "enable_chunked_prefill": (True, "a prompt is cut where max_num_batched_tokens ends, which changes no bit"),
+    "cudagraph_capture_sizes": (None, "the engine chooses sizes by what steps take; enforce_eager=True does without"),
+    "enable_sleep_mode": (True, "rollout.free_cache_engine=False keeps the memory"),
     "quantization": (None, "weights are the trainer's, bit for bit"),
     "quantization_config_file": (None, "weights are the trainer's, bit for bit"),
     "enable_rollout_routing_replay": (False, "not needed: the trainer's routers choose the same experts"),
 }
+_ROLLOUTS = {"vexact", "vllm", "sglang", "trtllm", "hf"}  # whose options stand side by side in engine_kwargs
 _OWN, _SEEDS = {"handover": "in_place", "timeout": 60.0, "seeds": "step"}, ("step", "prompt")
 # Of one request: SamplingParams' own, what has one value here, and what is of a text that nobody sees.
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "stop_token_ids", "ignore_eos", "seed"}
@@ -97,6 +101,12 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
     for name, (only, why) in _ONLY.items():
         if (got := getattr(config, name)) != only:
             raise ValueError(f"vexact: rollout.{name}: got {got!r}, expected {only!r}: {why}. Set it to {only}")
+    if config.qat and config.qat.get("enable"):
+        raise ValueError("vexact: rollout.qat.enable: got True, expected False: weights are the trainer's, bit for bit")
+    if config.limit_images is not None and (type(config.limit_images) is not int or config.limit_images < 1):
+        raise ValueError(f"vexact: rollout.limit_images: got {config.limit_images!r}, expected 1 or more, or null")
+    if strange := ", ".join(sorted(set(config.engine_kwargs or {}) - _ROLLOUTS)):
+        raise ValueError(f"vexact: rollout.engine_kwargs: got {strange}, expected vexact")
     if config.mtp and config.mtp.get("enable") and config.mtp.get("enable_rollout"):
         said = "engine_kwargs.vexact.speculation.mtp=true drafts with the checkpoint's own head"
         raise ValueError(f"vexact: model.mtp.enable_rollout: got True, expected False: {said}")
@@ -169,7 +179,9 @@ class Server:
             self.options = replace(self.options, nodes=len(nodes))
         self.rollout_mode, self.engine = rollout_mode, None
         given = self.model_config
-        names = tuple(dict.fromkeys(map(str, (given.path, given.local_path, os.path.basename(given.path)))))
+        told = self.config.prometheus.served_model_name or given.path
+        called = (given.path, given.local_path, os.path.basename(given.path), told, os.path.basename(told))
+        names = tuple(dict.fromkeys(map(str, called)))
         host = ray.util.get_node_ip_address().strip("[]")
         self.http = HTTP(Settings(host=host, port=0, model_names=names, allow_no_key=True, **_UNLIMITED))
         self._calls = itertools.count()
@@ -210,13 +222,10 @@ class Server:
         if model is not None:  # nothing is computed with what stands there
             engine.sleep(level=2, tags=["weights"])
             engine.wake_up(["weights"])
-        overrides = given.override_config.get("model_config", given.override_config)  # as verl reads it
-        for name, wanted in overrides.items():
-            got = getattr(engine.model.config, name, None)
-            if got != wanted and name != "attn_implementation":
-                engine.close()
-                where = f"{given.local_path}/config.json has {got!r}, which the engine reads: write it there"
-                raise ValueError(f"vexact: model.override_config.{name}: got {wanted!r}, but {where}")
+        for name, got, wanted in overridden(given, engine.model.config):
+            engine.close()
+            where = f"{given.local_path}/config.json has {got!r}, which the engine reads: write it there"
+            raise ValueError(f"vexact: model.override_config.{name}: got {wanted!r}, but {where}")
         if self.rollout_mode == RolloutMode.HYBRID and self.config.free_cache_engine:
             say_what_a_wake_up_costs(engine.sleep_backend, device, self.options.enforce_eager)
         return engine
@@ -255,6 +264,9 @@ class Server:
         ids, asked = normalize_token_ids(prompt_ids), dict(sampling_params)
         given = (("images", image_data), ("videos", video_data))
         media = {name: list(data) for name, data in given if data is not None and len(data)}
+        most, shown = self.config.limit_images, len(media.get("images", ()))
+        if most is not None and shown > most:
+            raise ValueError(f"vexact: image_data: got {shown} images, expected at most {most}: rollout.limit_images")
         for i, image in enumerate(media.get("images", ())):
             if self.engine.images is not None and not is_of_pil(image):  # a model of text takes none at all
                 got = type(image).__name__

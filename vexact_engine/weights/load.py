@@ -301,6 +301,12 @@ def _eos_token_ids(model: torch.nn.Module, tokenizer: Any, name: str) -> tuple[i
             "weights: %s: a text ends with %s, as the configuration says, and with %s, the tokenizer's own",
             name, ", ".join(map(str, sorted(found))), ", ".join(map(str, sorted(more))),
         )  # fmt: skip
+    count = getattr(model.config.get_text_config(), "vocab_size", None) or 0
+    if count and (never := sorted(i for i in found | more if i >= count)):
+        log.warning(
+            "weights: %s: eos_token_id: %s: no text ends with that: the model has %s tokens, from 0 on",
+            name, ", ".join(map(str, never)), count,
+        )  # fmt: skip
     return tuple(sorted(found | more))
 
 

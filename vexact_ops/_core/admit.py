@@ -18,10 +18,8 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -155,7 +153,6 @@ watchers: list[Callable[[Decision], None]] = []  # told of every proposal that h
 
 _must: contextvars.ContextVar[bool] = contextvars.ContextVar("vexact_must_admit", default=False)
 _races: contextvars.ContextVar[bool] = contextvars.ContextVar("vexact_races", default=True)
-_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("vexact_compiles_alone", default=False)
 
 
 @contextlib.contextmanager
@@ -188,17 +185,6 @@ def without_races() -> Iterator[None]:
         _races.reset(token)
 
 
-@contextlib.contextmanager
-def compiling_alone() -> Iterator[None]:
-    """In a with block, of this thread: of what is to be verified the canonical kernel is compiled, for whoever verifies
-    it later, and no more. Its decision is the canonical kernel, and not final."""
-    token = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
-
-
 def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
     """The kernel that computes this proposal on this device: known, read from disk, or verified now.
 
@@ -209,7 +195,8 @@ def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
     _check(proposal)
     if _compiling():
         return _canonical(proposal, "nothing runs while kernels are compiled ahead", final=False)
-    if os.environ.get("VEXACT_ADMIT") == "0":
+    choices.is_off("VEXACT_CHOICES")  # raises here: below, what is raised is a kernel's fault
+    if choices.is_off("VEXACT_ADMIT"):
         return _canonical(proposal, "VEXACT_ADMIT=0: nothing is verified")
     if not proposal.candidates:
         return _canonical(proposal, "there are no candidates")
@@ -217,11 +204,6 @@ def admitted(proposal: Proposal, device: torch.device | str) -> Decision:
     known = _known(proposal, device, name)
     if known is not None:
         return known
-    if _alone.get():
-        base = folder()
-        if base is None or _read(proposal, base / machine(device) / f"{name}.json") is None:
-            _compile(proposal, proposal.cases, device)
-        return _canonical(proposal, "it was compiled alone", final=False)
     with _undisturbed(device):
         if graph.settles_nothing(device):
             return _canonical(proposal, "nothing can be verified inside a CUDA graph", final=False)
@@ -382,7 +364,7 @@ def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bo
 
     def prepared():
         cases = list(proposal.cases())
-        _compile(proposal, lambda: cases, device)
+        _compile(proposal, cases, device)
         return cases, [proposal.canonical.run(*case) for case in cases], _sums(cases)
 
     cases, expected, before = prepared()
@@ -425,29 +407,23 @@ def _verify(proposal: Proposal, device: torch.device) -> tuple[list[Verdict], bo
     return verdicts, lasting
 
 
-_compiled: dict[tuple, threading.Event] = {}  # done, or being done
+_compiled: set[tuple] = set()
 
 
-def _compile(proposal: Proposal, cases: Callable[[], Sequence[tuple]], device: torch.device) -> None:
+def _compile(proposal: Proposal, cases: Sequence[tuple], device: torch.device) -> None:
     """What Triton compiles of the canonical kernel, side by side and before anything runs: one by one it is most of a
     first start's time. It decides nothing: what fails here is met again where it runs. Candidates are mostly other
     compilers'.
 
     Once for proposals that differ in numbers alone, for these have mostly the same kernels, and looking for others
-    takes some milliseconds each time; who comes meanwhile waits."""
-    kernels = sys.modules.get(f"{__package__}.triton")
-    if not proposal.ahead or device.type != "cuda" or kernels is None:
+    takes some milliseconds each time."""
+    kind = device, re.sub(r"\d+", "", proposal.key)
+    if not proposal.ahead or device.type != "cuda" or kind in _compiled:
         return
-    mine = threading.Event()
-    done = _compiled.setdefault((device, re.sub(r"\d+", "", proposal.key)), mine)
-    if done is not mine:
-        done.wait()
-        return
-    try:
+    if kernels := sys.modules.get(f"{__package__}.triton"):
+        _compiled.add(kind)
         with contextlib.suppress(Exception):
-            kernels.compile_calls(proposal.canonical.run, cases(), device)
-    finally:
-        mine.set()
+            kernels.compile_calls(proposal.canonical.run, cases, device)
 
 
 def _compiling() -> bool:

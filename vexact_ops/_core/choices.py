@@ -23,6 +23,13 @@ KERNELS = "kernels"
 _noted: dict[str, dict[str, object]] = {}  # what was chosen in this process, as a file that is shipped has it
 
 
+def is_off(variable: str) -> bool:
+    """Whether it is set to 0. ValueError on what would leave it on in silence."""
+    if (asked := os.environ.get(variable) or "1") not in ("0", "1"):
+        raise ValueError(f"{variable}: got {asked!r}, expected 0 (off) or 1, as it is without")
+    return asked == "0"
+
+
 def recall(kind: str, about: str, device: torch.device | str) -> object | None:
     """What was chosen, as `remember` was given it: on this machine, else on others of its kind; None: nothing.
 
@@ -32,7 +39,7 @@ def recall(kind: str, about: str, device: torch.device | str) -> object | None:
     >>> print(vx.recall("graphs", "a model that nobody has met", "cpu"))
     None
     """
-    if os.environ.get("VEXACT_CHOICES") == "0":
+    if is_off("VEXACT_CHOICES"):
         return None
     device = gpu.with_index(device)
     try:
@@ -67,7 +74,7 @@ def recorded() -> dict[str, dict[str, object]]:
 
 def kernel(key: str, device: torch.device) -> str | None:
     """The kernel that was the fastest for a proposal of this key on GPUs of this kind, where that is known."""
-    if os.environ.get("VEXACT_CHOICES") == "0":
+    if is_off("VEXACT_CHOICES"):
         return None
     return shipped(device).get(KERNELS, {}).get(key)
 

@@ -36,7 +36,7 @@ LONG_WORK = 1 << 20
 LONG_CHUNK = 16  # queries of the longest chunk of a paged call; shorter ones stand among single queries
 FEW_QUERIES = 16  # of each sequence, as where drafts are verified: a kernel whose tiles hold several of them
 FEW_HEAD_DIMS = {(64, 64), (128, 128)}  # that there is such a kernel for
-FEW_TILES = 1, 2, 3, 4  # of 16 rows, that it takes at a time (csrc/attention/flash_few.cuh)
+FEW_TILES = 1, 2, 3  # of 16 rows, that it takes at a time (csrc/attention/flash_few.cuh)
 MOST_SPLIT = 512  # sequences of a decode step whose segments run in parallel (csrc/attention/flash_decode.cuh)
 MOST_PARTIAL = 1 << 26  # fp32 values that the parallel segments of a call may put aside
 # kernels, as decisions name them

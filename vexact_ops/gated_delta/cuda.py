@@ -23,8 +23,8 @@ from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
-# columns of a head in a block; wide: by the warpgroup instruction
-TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32", "32 wide"), BACKWARD: ("32", "32 wide")}
+# columns of a head in a block
+TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32",)}
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -146,7 +146,7 @@ def _sequences(name, q, k, v, g, beta, cu_seqlens, initial_state, state, states,
         _native().chunks(*tensors, *[None] * 6, scale, l2norm, *_tile(name), out)
         return None
     prepared = _prepared(v, cu_seqlens)
-    _native().whole(*tensors, prepared, scale, l2norm, name.endswith("wide"), out)
+    _native().whole(*tensors, prepared, scale, l2norm, out)
     return prepared
 
 
@@ -169,7 +169,7 @@ def _gradients(name, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, 
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
     own = torch.empty_like(states), torch.empty_like(us)
     between = _prepared(v, cu_seqlens) if prepared is None else prepared
-    options = prepared is not None, scale, l2norm, name.endswith("wide")
+    options = prepared is not None, scale, l2norm
     _native().backward(dout, dfinal, *rows, states, us, between, *options, *own, *grads, dinitial)
     return *grads, dinitial
 

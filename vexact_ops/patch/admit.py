@@ -1,8 +1,6 @@
 """Verify ahead of time everything that a model's forward, decode and training may ask for on a GPU."""
 
 import contextlib
-import functools
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._core.admit import Decision, compiling_alone, without_races
+from .._core.admit import Decision, without_races
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from ..fused_moe.op import ROOM as FUSED_MOE
@@ -21,7 +19,6 @@ from ..linear_cross_entropy.op import ROOM as HEAD
 from ..linear_sample.op import ROOM as SAMPLE
 from ..linear_silu_mul.op import ROOM as GATED
 from ..rmsnorm.op import ROOM as NORM
-from ..sampler.op import ROOM as SAMPLER
 from ..silu_mul.op import ACTIVATIONS
 from . import lora
 from .describe import ROUTED, read
@@ -155,21 +152,6 @@ def admit(
         show("", len(jobs), len(jobs))
     found.seconds = time.perf_counter() - begin
     return found
-
-
-def compile_draws(width: int, vocabulary: int, rows: int, device: torch.device) -> None:
-    """What Triton compiles for draws of steps of so many rows, and the modules of flash-attn-4, for a thread beside the
-    start of an engine: which meets them last, and one after another. Nothing is verified or decided."""
-    from .._core.triton import compile_calls  # Triton comes with a GPU's torch
-
-    with compiling_alone():
-        SAMPLE.module("cuda").admit(width, rows, device)
-    new = functools.partial(torch.zeros, device=device)
-    whole, wide = new(2, dtype=torch.int64), new(2, dtype=torch.float32)
-    call = new(2, vocabulary, dtype=torch.float32), whole, whole, wide, whole, wide, wide
-    compile_calls(SAMPLER.module("triton").sample, [call], device)
-    with contextlib.suppress(ImportError):
-        importlib.import_module("..attention.cute", __package__)
 
 
 def needs_of(model: Any, joined: bool = False) -> Needs:

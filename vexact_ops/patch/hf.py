@@ -416,7 +416,7 @@ def hf(
                 that are its first kv_lora_rank, in training as in a paged cache. Other bits than the expanded form, a
                 smaller cache, more work in attention (latent.py says how much): declare it on both sides
     longrope    which factors a rotary embedding of the type longrope has for all sequences, "short" or "long", where
-                transformers looks at the longest one of the batch: declare it on both sides
+                transformers looks at the longest one of the batch: declare it on both sides; None of other models
     training    False, of an engine: rates of dropout are passed over, and raise where it is trained after all
     sequence_parallel  ranks that hold a packed row's tokens in equal shares, in this order (Ulysses). Each calls the
                 forward with its own input_ids and position_ids, and cu_seq_lens_q, if any, of the whole row; rows
@@ -480,8 +480,8 @@ def hf(
     raises      UnsupportedModule (a ValueError) naming every module that is not covered, and why: the model is then
                 as it was; TypeError where it is no transformers model, or on kv_segment; ValueError where it is no
                 decoder, where a part of it has been patched on its own, where it is patched already with other options,
-                or on kv_segment. The forward: TypeError naming an argument that it does not know, whatever it would be
-                to the stock one; RuntimeError where a cache that it was called with does not reach a layer
+                or on kv_segment or longrope. The forward: TypeError naming an argument that it does not know, whatever
+                it would be to the stock one; RuntimeError where a cache that it was called with does not reach a layer
     example
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
@@ -504,6 +504,10 @@ def hf(
     if not isinstance(latent, bool):
         raise TypeError(f"patch.hf: latent: got {type(latent).__name__}, expected a bool")
     rotary.check_longrope("patch.hf", longrope)
+    if longrope is not None and not any(map(rotary.has_longrope, model.modules())):
+        raise ValueError(
+            f"patch.hf: longrope: got {longrope!r}, expected None: the {type(model).__name__} has no such rotation"
+        )
     options = {"kv_segment": kv_segment, "latent": latent, "longrope": longrope}
     with LOCK:
         patch = model.__dict__.get("_vexact")

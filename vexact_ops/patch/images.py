@@ -101,10 +101,15 @@ def check_pixels(op: str, pixel_values: Tensor, width: int, name: str = "pixel_v
         )
 
 
-def encode(vision: Vision, model: nn.Module, pixel_values: Tensor, grids: tuple[Grid, ...]) -> Encoded:
-    """The tower's rows of some images, one after another."""
+def encode(
+    vision: Vision, model: nn.Module, pixel_values: Tensor, grids: tuple[Grid, ...], device: torch.device | None = None
+) -> Encoded:
+    """The tower's rows of some images, one after another. Patches may lie where a processor has made them: trainers
+    that wrap no model (VeOmni's on one rank) bring tokens to the GPU and leave patches on the host."""
     tower = model._modules[vision.tower]
-    out = tower(pixel_values.to(tower.dtype), grid_thw=grids, return_dict=True)
+    if device is None and pixel_values.device.type == "cpu":
+        device = next(tower.parameters()).device
+    out = tower(pixel_values.to(device or pixel_values.device, tower.dtype), grid_thw=grids, return_dict=True)
     return Encoded(out.pooler_output, tuple(getattr(out, "deepstack_features", None) or ()))
 
 
@@ -126,7 +131,7 @@ def of_nothing(vision: Vision, model: nn.Module, device: torch.device) -> tuple[
     same place, and a batch of one may have no image."""
     side = 2 * vision.merge
     nothing = torch.zeros(side * side, vision.width, dtype=torch.float32, device=device)
-    made = encode(vision, model, nothing, ((1, side, side),))
+    made = encode(vision, model, nothing, ((1, side, side),), device)
     return made.rows, *made.deepstack
 
 
@@ -144,8 +149,10 @@ def images_of(
     continued  there is a cache: generation hands on the grids of images that are in it
     """
     for kind, token in (("image", vision.token), ("video", vision.video)):
-        mask, known = given.get(f"{kind}_mask"), ids is not None and not isinstance(ids, FakeTensor)
-        if mask is not None and known and not torch.equal(mask.to(torch.bool), ids == (-1 if token is None else token)):
+        mask = given.get(f"{kind}_mask")
+        if mask is None or ids is None or isinstance(ids, FakeTensor):
+            continue
+        if not torch.equal(mask.to(ids.device, torch.bool), ids == (-1 if token is None else token)):
             raise ValueError(f"{kind}_mask: got another one than input_ids have {kind} tokens (id {token})")
     if given.get("mm_encoder_outputs") is not None:
         raise ValueError("mm_encoder_outputs: got some, expected none: images are encoded here")
@@ -164,7 +171,8 @@ def images_of(
         clips = clips_of(vision, type(model).__name__, video[1], given.get("second_per_grid_ts"))
         waiting[vision.video] = Waiting("video", clips)
     # At once: ranks that share the tower's weights call it equally often, whatever each of them has.
-    made = encode(vision, model, torch.cat([pixels for pixels, _ in both]), sum((grids for _, grids in both), ()))
+    patched = torch.cat([pixels.to(ids.device) for pixels, _ in both])
+    made = encode(vision, model, patched, sum((grids for _, grids in both), ()), ids.device)
     if video is None:
         return made, waiting
     where = ids == vision.video

@@ -1,0 +1,63 @@
+"""Settings of verl's rollout: refused by name where they would have no effect, or another one than elsewhere."""
+
+import pytest
+
+from vexact_engine.verl.server import engine_options
+
+from .test_verl_rollout import PROMPT, VERLS, Running, configs
+
+
+@pytest.fixture(scope="module")
+def path(models):
+    return models("qwen3")
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("rollout.data_parallel_size=2", "data_parallel_size: got 2, expected 1"),
+        ("+rollout.repetition_penalty=1.1", "repetition_penalty: got 1.1, expected 1.0"),
+        ("++rollout.quantization=fp8", "quantization: got 'fp8'"),
+        ("++rollout.enable_rollout_routing_replay=true", "enable_rollout_routing_replay: got True"),
+        ("+rollout.engine_kwargs.vexact.num_page=3", "unknown: num_page; there is: .*num_pages"),
+        ("+rollout.engine_kwargs.vexact.kv_segment=-1", "EngineConfig: kv_segment is -1"),
+        ("+rollout.engine_kwargs.vexact.pipeline_parallel_size=2", "unknown: pipeline_parallel_size"),
+        (
+            "+rollout.engine_kwargs.vexact.speculation.depth=2",
+            "EngineConfig: speculation has depth, expected max_draft",
+        ),
+        ("+rollout.engine_kwargs.vexact.seeds=epoch", "seeds: got 'epoch', expected step or prompt"),
+        ("+rollout.engine_kwargs.vexact.seeds=prompt", "seeds: got 'prompt' without rollout.full_determinism"),
+        ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
+        ("++rollout.do_sample=false", "do_sample: got False, expected True: rollout.temperature=0"),
+        ("++rollout.logprobs_mode=raw_logprobs", "logprobs_mode: got 'raw_logprobs', expected 'processed_logprobs'"),
+        ("++rollout.over_sample_rate=0.1", "over_sample_rate: got 0.1, expected 0"),
+        ("++rollout.scheduling_policy=priority", "scheduling_policy: got 'priority', expected 'fcfs'"),
+        ("rollout.enable_chunked_prefill=false", "enable_chunked_prefill: got False, expected True"),
+        ("++rollout.cudagraph_capture_sizes=[1,2]", r"cudagraph_capture_sizes: got \[1, 2\], expected None"),
+        ("++rollout.enable_sleep_mode=false", "enable_sleep_mode: got False, expected True: rollout.free_cache_engine"),
+        ("++rollout.limit_images=0", "rollout.limit_images: got 0, expected 1 or more"),
+        ("++rollout.qat={enable:true}", "rollout.qat.enable: got True, expected False"),
+        ("+rollout.engine_kwargs.vexat.num_pages=3", "rollout.engine_kwargs: got vexat, expected vexact"),
+        ("++rollout.quantization_config_file=x.json", "quantization_config_file: got 'x.json', expected None"),
+        ("++rollout.mtp={_target_:verl.workers.config.MtpConfig,enable:true,enable_rollout:true}", "enable_rollout"),
+        ("++rollout.top_p=0", "vexact: rollout: SamplingParams: top_p is 0"),
+        ("++rollout.val_kwargs.temperature=-1", "vexact: rollout.val_kwargs: SamplingParams: temperature is -1"),
+    ],
+)
+def test_options_that_are_refused(path, override, said):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    rollout, _ = configs(path, override.replace("rollout.", "actor_rollout_ref.rollout.", 1))
+    with pytest.raises(ValueError, match=said):
+        engine_options(omega_conf_to_dataclass(rollout))
+
+
+def test_more_images_than_the_limit_and_a_served_name(path):
+    where = "++actor_rollout_ref.rollout"
+    with Running(path, f"{where}.limit_images=1", f"{where}.prometheus.served_model_name=my/policy") as found:
+        with pytest.raises(ValueError, match="image_data: got 2 images, expected at most 1: "):
+            found.call(found.server.generate(PROMPT, VERLS, "r", image_data=[object(), object()]))
+        with pytest.raises(ValueError, match="this engine's model takes none"):
+            found.call(found.server.generate(PROMPT, VERLS, "r", image_data=[object()]))
+        assert {str(path), "my/policy", "policy"} <= set(found.server.http.settings.model_names)
