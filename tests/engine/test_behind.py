@@ -154,7 +154,7 @@ def test_a_step_behind_drafts_is_what_it_would_be_if_it_had_waited(apart):
                 row += 3
                 if waited:
                     sequence.tokens += [*answer[: accepted[i]], 999]
-                    chunk.settle(accepted[i])
+                    chunk.accept(accepted[i])
                 plan.chunks.append(chunk)
             kept = Buffers(None, 3, 4, 4, 40, torch.device("cpu"))
             drawn = [t for i, a in zip(accepted, answers) for t in [*a[:i], 999, 998, 997][:3]]
@@ -170,10 +170,10 @@ def test_a_step_behind_drafts_is_what_it_would_be_if_it_had_waited(apart):
 
 
 @pytest.fixture
-def settled(monkeypatch):
+def accepted(monkeypatch):
     """Of each step behind drafts how many of those were right."""
-    found, settle = [], Chunk.settle
-    monkeypatch.setattr(Chunk, "settle", lambda chunk, right: (found.append(right), settle(chunk, right)))
+    found, accept = [], Chunk.accept
+    monkeypatch.setattr(Chunk, "accept", lambda chunk, right: (found.append(right), accept(chunk, right)))
     return found
 
 
@@ -201,7 +201,7 @@ def outcome(completion):
 @pytest.mark.parametrize("most", [1, 5, 8])
 @pytest.mark.parametrize("recorded", [False, True], ids=["call by call", "graphs"])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
-def test_no_byte_is_another(kind, recorded, most, settled, monkeypatch):
+def test_no_byte_is_another(kind, recorded, most, accepted, monkeypatch):
     if recorded:  # padded to sizes of their own, those of few rows to be taken one by one
         monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
         for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
@@ -215,7 +215,7 @@ def test_no_byte_is_another(kind, recorded, most, settled, monkeypatch):
         for right in (0.7, 0.0, 1.0):
             done = engine.generate(given, drafted(params, without, right))
             assert list(map(outcome, done)) == list(map(outcome, without))
-        assert len(settled) > 60 and sum(right > 0 for right in settled) > 20
+        assert len(accepted) > 60 and sum(right > 0 for right in accepted) > 20
         check_idle(engine)
 
 
@@ -256,7 +256,7 @@ def fail(*_):
 
 
 @pytest.mark.parametrize("where", ["launch", "wait"])
-def test_a_step_that_fails_takes_the_one_behind_it_along(where, settled, monkeypatch):
+def test_a_step_that_fails_takes_the_one_behind_it_along(where, accepted, monkeypatch):
     """What could not be launched fails in its turn, and what has followed a failed step is nobody's."""
     given, params, without = asked()
     config = replace(CONFIG, speculation=GIVEN)
@@ -278,7 +278,7 @@ def test_a_step_that_fails_takes_the_one_behind_it_along(where, settled, monkeyp
             engine.generate(given, drafted(params, without))
         monkeypatch.undo()
         assert len(runner.buffers._hosts) - len(runner.buffers._free) == (where == "wait")  # its own is lost with it
-        assert bool(settled) == (where == "launch")
+        assert bool(accepted) == (where == "launch")
         done = engine.generate(given, drafted(params, without))
         assert [bits(one) for one in done] == [bits(other) for other in without]
         check_idle(engine)

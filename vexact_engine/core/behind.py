@@ -116,7 +116,7 @@ class Verifying:
         sequence.accepted += count
         self.stats.accepted_tokens += count
         if chunk.later is not None:
-            chunk.later.settle(count)
+            chunk.later.accept(count)
         if sequence.epoch == chunk.epoch:
             sequence.num_planned = end if chunk.later is None else chunk.later.end
         return end

@@ -123,7 +123,7 @@ class Loop:
         self._deferred: list[tuple[Callable[[], bool], _Command]] = []
         self._pending: deque[tuple[StepPlan, Pending]] = deque()  # in flight
         self._alone = threading.RLock()  # held by whoever does what wants nothing in flight
-        self._aside: int | None = None  # the thread that is in `beside`
+        self._caller: int | None = None  # the thread that is in `call_here`
         self._typical: dict[int, float] = {}  # a plan's size -> seconds that the wait for such a one took lately
         self._closing = False
         self._fault: BaseException | None = None  # of our own: the thread has ended with it
@@ -223,18 +223,18 @@ class Loop:
             self._post(command._replace(run=lambda: self._deferred.append((when, command)), alone=False))
         return answer.result()
 
-    def beside(self, function: Callable[[], object], when: Callable[[], bool] | None = None):
+    def call_here(self, function: Callable[[], object], when: Callable[[], bool] | None = None):
         """`call` in the caller's thread, while no other `call` is done. Without `when` steps go on beside it; with it
         they must not, and it is done there while weights are written, for no step runs then."""
         self.check_open()  # in a fork nobody lets go of the lock
         with self._alone:
             if when is None or self.updating:
                 self.check_open()
-                self._aside = threading.get_ident()
+                self._caller = threading.get_ident()
                 try:
                     return function()
                 finally:
-                    self._aside = None
+                    self._caller = None
         return self.call(function, when)
 
     def pause(self, mode: str) -> None:
@@ -307,7 +307,7 @@ class Loop:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if threading.current_thread() is self._thread or threading.get_ident() == self._aside:
+        if threading.current_thread() is self._thread or threading.get_ident() == self._caller:
             return
         self._thread.join(GRACE_SECONDS if timeout is None else timeout)
         worker = getattr(self, "worker", None)

@@ -219,7 +219,7 @@ class Worker:
         apply_update(plan)
         self.adopt()
 
-    takes_aside = True
+    takes_in_caller = True
 
     def make_copy(self, device: torch.device | str | None) -> Places:
         """A second copy of the weights' memory, which holds nothing yet."""
