@@ -12,6 +12,8 @@ How much is drafted is decided for the sequences of a step together, by what ste
 drafts were right.
 """
 
+import bisect
+import functools
 import itertools
 import operator
 from collections import OrderedDict
@@ -19,7 +21,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..config import Speculation
+from ..config import MAX_DRAFT_TOKENS, Speculation
 from ..request import Request, Sequence
 from .answers import Answers
 from .chains import Chains, DraftModel, Reach
@@ -40,10 +42,10 @@ _MOST_ANSWERS = 16  # to a prompt with other seeds that are looked at, the newes
 _SHORTEST = 2  # tokens that must have stood before
 _LIKELY = {"answer": 0.8, "text": 0.5, "model": 0.6}  # how often drafts are right that nothing is known of yet
 _FADE, _ALL_FADE = 0.9, 0.98  # how much of what one sequence knows, or all do, is left after a draft
-_ALL_WEIGHT, _LIKELY_WEIGHT = 16, 2  # tokens that count as much as what all know, and as what is likely ...
+_ALL_WEIGHT, _LIKELY_WEIGHT = 48, 2  # tokens that count as much as what all know, and as what is likely ...
 _REST_WEIGHT = 8  # ... the first of these where a sequence is to rest
-_EVEN = 0.3  # share of its chance that a draft may count more, or less, for what its sequence has left ...
-_EVEN_TOKENS = 32  # ... which is what that is more, or less, than others have, divided by so many tokens
+_LEFT = 0.5  # of the tokens that the one furthest from its end has left, what others are taken to have at least
+_PARTS = 128  # of 1, that chances are whole numbers of
 _SELDOM = 0.1  # where drafts are likely to be right no more often, and the last was not, the sequence rests ...
 _LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
 _SEQUENCES_A_STEP = 8  # of a step where nothing was worth it: so many times fewer steps are not looked at next
@@ -118,16 +120,27 @@ class _Answer:
     def __init__(self, tokens: Tokens[int]):
         self.tokens, self.run = tokens, _TRUSTED
 
+    def compare(self, drawn: list[int], place: int) -> None:
+        """These were drawn, from this place on."""
+        own = [*self.tokens[place : place + len(drawn)]]
+        if own == drawn:
+            self.run += len(drawn)
+        else:
+            for at, token in enumerate(drawn):
+                self.run = self.run + 1 if at < len(own) and own[at] == token else 0
+
 
 class Draft(NamedTuple):
     """
     chance   that the first token is right, and each that follows a right one
+    left     tokens until its sequence ends, as far as that is known
     slack    of the tokens as many as may be passed over: what remains is the draft
     """
 
-    tokens: Tokens[int]
+    tokens: tuple[int, ...]
     kind: tuple[str, int]
     chance: float
+    left: int
     slack: int = 0
 
     @property
@@ -148,18 +161,47 @@ class Follower:
         self.reach = Reach()
 
 
-def _left(chunk: "Chunk") -> int:
-    """Tokens that its sequence may still get."""
-    return chunk.sequence.limit - chunk.end
+@functools.cache
+def _outlook(chance: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of a chance in _PARTS: that the first row is right, that the first two are, ..; and the tokens of a step with no
+    row, with one, .."""
+    powers = (*itertools.accumulate(itertools.repeat(chance / _PARTS, MAX_DRAFT_TOKENS), operator.mul),)
+    return powers, (*itertools.accumulate(powers, initial=1.0),)
 
 
-def _evened(found: list[tuple["Chunk", Draft]]) -> list[float]:
-    """Chances of drafts, a little more for who has more left than others: a step of who is left alone at the end takes
-    hardly less time than one of all."""
-    left = [_left(chunk) for chunk, _ in found]
-    mean = sum(left) / len(left)
-    shares = (min(_EVEN, max(-_EVEN, (own - mean) / _EVEN_TOKENS)) for own in left)
-    return [min(0.99, draft.chance * (1 + share)) for (_, draft), share in zip(found, shares)]
+class _Rows:
+    """Rows of some drafts in the order in which they are chosen, `most` of them, the first of each draft first.
+
+    ranks    of each draft's rows, ascending: those of a low rank are chosen first
+    right    what the first, the first two, .. of them are worth in tokens
+    chances  that each is right, with all before it in its draft; in any order
+    """
+
+    def __init__(self, drafts: Tokens[Draft], most: int, together: bool):
+        """together   fewest steps until all are through, however much each has left: a step of who is left alone at the
+        end takes hardly less time than one of all. So each row is for whoever has most steps left; once that one's
+        draft is at its end others' rows are worth nothing, and may fill a graph. Else most tokens of a step"""
+        outlooks = [(*_outlook(round(_PARTS * draft.chance)), draft.length) for draft in drafts]
+        self.chances = [*itertools.chain.from_iterable(powers[:length] for powers, _, length in outlooks)]
+        if together:
+            longest = max(draft.left for draft in drafts)
+            left = [max(draft.left, _LEFT * longest) for draft in drafts]
+            self.ranks = [[-own / tokens for tokens in reach[:n]] for own, (_, reach, n) in zip(left, outlooks)]
+            least = max(own / reach[n] for own, (_, reach, n) in zip(left, outlooks))
+        else:
+            self.ranks = [[-chance for chance in powers[:n]] for powers, _, n in outlooks]
+        self.order = sorted(itertools.chain.from_iterable(self.ranks))
+        if together:
+            worth, count = longest * len(drafts), len(drafts)
+            behind = [*self.order[1 : most + 1], 0.0][:most]  # whoever has most steps left then
+            self.right = [worth / max(least, -steps) - count for steps in behind]
+        else:
+            self.right = [*itertools.accumulate(-rank for rank in self.order[:most])]
+
+    def first(self, count: int) -> list[int]:
+        """How many of each draft are among so many. Of those of one rank there may be more."""
+        last = self.order[count - 1]
+        return [bisect.bisect_right(own, last) for own in self.ranks]
 
 
 class Drafter:
@@ -186,7 +228,8 @@ class Drafter:
         self._sources = frozenset(speculation.sources)
         self.answers = Answers(speculation.answer_tokens, vocab_size) if "answers" in self._sources else None
         self._texts: OrderedDict[tuple[int, ...], Texts] = OrderedDict()  # by prompt, the one used longest ago first
-        self._rates: dict[tuple[str, int], list[float]] = {}  # by kind how many were right lately, and how many in all
+        self._counts: dict[tuple[str, int], tuple[float, float]] = {}  # by kind how many were right lately, and in all
+        self._rates: dict[tuple[str, int], float] = {}  # what follows from these
         self._full, self._begun = False, 0
         self._skipped = self._fruitless = 0  # steps that are not looked at, for in others nothing was worth it
         self._committed = 0.0
@@ -322,27 +365,24 @@ class Drafter:
         return found
 
     def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int, even: bool) -> list[tuple]:
-        """As much of them as makes tokens per second more: tokens of each, with those that may be passed over, and how
-        likely one is right."""
+        """As much of them as is worth it: tokens of each, with those that may be passed over, and how likely one is
+        right."""
         if not found:
             return []
-        counts = [draft.length for _, draft in found]
+        drafts = [draft for _, draft in found]
+        counts = [draft.length for draft in drafts]
         if not self.speculation.always:
-            own = _evened(found) if even else [draft.chance for _, draft in found]
-            each = [[chance] * draft.length for (_, draft), chance in zip(found, own)]
-            each = [list(itertools.accumulate(row, operator.mul)) for row in each]
-            chances = sorted(itertools.chain.from_iterable(each), reverse=True)[:budget]
-            chosen = self.pace.worth(sequences, chances)
-            if not chosen:
+            rows = _Rows(drafts, budget, even)
+            if not (budget := self.pace.worth(sequences, rows.chances, rows.right)):
                 return []
-            least = chances[chosen - 1]
-            budget, counts = chosen, [sum(chance >= least for chance in row) for row in each]
+            counts = rows.first(budget)
         planned = []
-        for (chunk, draft), count in sorted(zip(found, counts), key=lambda each: -_left(each[0][0])):
-            if count := min(count, budget):
+        for at in sorted(range(len(found)), key=lambda at: -drafts[at].left):
+            if count := min(counts[at], budget):
                 budget -= count
+                chunk, draft = found[at]
                 chunk.kind = draft.kind
-                planned.append((chunk, tuple(draft.tokens[: draft.slack + count]), draft.chance))
+                planned.append((chunk, draft.tokens[: draft.slack + count], draft.chance))
         return planned
 
     def _draft(self, chunk: "Chunk", follower: Follower, count: int, left: int) -> tuple[Draft | None, int]:
@@ -355,28 +395,34 @@ class Drafter:
             if follower.cursor.end == len(tokens) and follower.cursor.match.length >= _SHORTEST:
                 match = follower.cursor.match
                 follows = texts.after(match, behind + count)[behind:]
-        best, place = None, len(tokens) - sequence.num_prompt
+        best, place, before = None, len(tokens) - sequence.num_prompt, follower.compared - sequence.num_prompt
+        drawn = tokens[follower.compared :]
         for answer in follower.answers:
-            for at in range(follower.compared - sequence.num_prompt, place):
-                right = at < len(answer.tokens) and answer.tokens[at] == tokens[at + sequence.num_prompt]
-                answer.run = answer.run + 1 if right else 0
+            if drawn:
+                answer.compare(drawn, before)
             if place + behind < len(answer.tokens) and (best is None or answer.run > best.run):
                 best = answer
-        follower.compared = len(tokens)
+        follower.compared, limit = len(tokens), sequence.limit - chunk.end
         kind = "text", min(match.length, 32).bit_length()
         if best is not None:
-            other = "answer", min(best.run, 32).bit_length()
+            other, at = ("answer", min(best.run, 32).bit_length()), place + behind
             if not follows or self._rate(other) >= self._rate(kind):
-                kind, follows = other, best.tokens[place + behind : place + behind + count]
-                if chunk.slack:  # behind an answer's end anything may follow
-                    more = best.tokens[place + behind + len(follows) :][: chunk.slack]
-                    follows = [*follows, *more, *[best.tokens[-1]] * (chunk.slack - len(more))]
-        return (Draft(follows, kind, self._chance(follower, kind), chunk.slack) if follows else None), left
+                follows, left_of_it = tuple(best.tokens[at : at + count + chunk.slack]), len(best.tokens) - at
+                count = min(count, left_of_it)
+                if missing := count + chunk.slack - len(follows):  # behind an answer's end anything may follow
+                    follows += (best.tokens[-1],) * missing
+                return Draft(follows, other, self._chance(follower, other), min(limit, left_of_it), chunk.slack), left
+        if not follows:
+            return None, left
+        return Draft(tuple(follows), kind, self._chance(follower, kind), limit, chunk.slack), left
 
     def _rate(self, kind: tuple[str, int]) -> float:
         """How often drafts of that kind were right lately."""
-        right, tried = self._rates.get(kind, (0.0, 0.0))
-        return (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
+        found = self._rates.get(kind)
+        if found is None:
+            right, tried = self._counts.get(kind, (0.0, 0.0))
+            found = self._rates[kind] = (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
+        return found
 
     def _chance(self, follower: Follower, kind: tuple[str, int], weight: float = _ALL_WEIGHT) -> float:
         """Of a draft of that kind, by what is known of the sequence and of all others."""
@@ -387,8 +433,9 @@ class Drafter:
         follower, compared = chunk.sequence.drafts, min(len(chunk.draft), accepted + 1)
         if chunk.kind == _MODEL:
             follower.reach.note(accepted)
-        rate = self._rates.setdefault(chunk.kind, [0.0, 0.0])
-        rate[:] = rate[0] * _ALL_FADE + accepted, rate[1] * _ALL_FADE + compared
+        right, tried = self._counts.get(chunk.kind, (0.0, 0.0))
+        self._counts[chunk.kind] = right * _ALL_FADE + accepted, tried * _ALL_FADE + compared
+        self._rates.pop(chunk.kind, None)
         follower.hits, follower.tries = follower.hits * _FADE + accepted, follower.tries * _FADE + compared
         if accepted:
             follower.rest = 0
