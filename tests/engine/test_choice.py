@@ -248,3 +248,19 @@ def test_what_is_slow_the_first_time_is_not_held_against_drafts(cold, monkeypatc
         _, steps = bench.seconds(sequences, 1.0, new=48)
         decodes = [drafted for count, drafted in steps if count == sequences]
         assert len(decodes) < 12 and sum(drafted == 8 * sequences for drafted in decodes) > 3, steps
+
+
+def test_texts_that_are_seldom_right_keep_nobody_waiting(monkeypatch):
+    """They are found once it is known what was drawn, while the device waits for the host."""
+    salt = [0]
+    monkeypatch.setattr(f"{__name__}.token", lambda seed, position: derive_seed(seed + salt[0], position) % 997)
+
+    def took(sources, others):
+        bench, found = Bench(Speculation(sources=sources)), []
+        for salt[0] in (1, 2, 3, 4) if others else (0, 0, 0, 0):  # the text of the round before is right, or is not
+            found.append(bench.seconds(16, 0.4))
+        return found[-1][0]
+
+    alone, both = took(("given",), others=True), took(("given", "samples"), others=True)
+    assert both < 1.04 * alone, (alone, both)
+    assert took(("given", "samples"), others=False) < 0.5 * alone

@@ -37,6 +37,7 @@ class Verifying:
                 plan.drafted += count
         self.stats.drafted_tokens += plan.drafted
         self._stamp(plan, lookahead)
+        self.drafter.note_planned(plan.planned)
 
     def _lengthen(self, chunk, count):
         """Take pages for so many tokens behind a decode, where that leaves one to each other sequence. Returns for how

@@ -32,7 +32,8 @@ from .suffixes import NOTHING, ROOT, Match, Suffixes
 if TYPE_CHECKING:
     from .plan import Chunk, StepPlan
 
-_INDEXED = 128  # tokens that are added to automata in one step, at most: a millisecond or two
+_INDEXED = 128  # tokens that are added to automata in one step, at most: a millisecond or two ...
+_A_TOKEN = 1e-5  # ... at so many seconds each
 _MOST_STATES = 1 << 20  # of all automata together, some 50 bytes each; a token that texts hold counts as one too
 _OF_A_PROMPT = 64  # ... and as so many whatever else is kept of a prompt
 _LOOKS = 16  # prompts that are looked at for each that begins: how large all are together
@@ -45,6 +46,9 @@ _FADE, _ALL_FADE = 0.9, 0.98  # how much of what one sequence knows, or all do, 
 _ALL_WEIGHT, _LIKELY_WEIGHT = 48, 2  # tokens that count as much as what all know, and as what is likely ...
 _REST_WEIGHT = 8  # ... the first of these where a sequence is to rest
 _LEFT = 0.5  # of the tokens that the one furthest from its end has left, what others are taken to have at least
+_LAUNCHED = 1.5  # times what the host takes until a plan is made is what it takes until that is launched, about
+_LOOKED = 8, 128  # steps in which texts are passed over as worth too little: twice as many each time
+_WEIGHT = 8  # steps, of which one is what a new one counts as
 _PARTS = 128  # of 1, that chances are whole numbers of
 _SELDOM = 0.1  # where drafts are likely to be right no more often, and the last was not, the sequence rests ...
 _LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
@@ -81,17 +85,25 @@ class Texts:
         self.held += len(tokens)
         return _Cursor(len(self._texts) - 1, tokens, 0)
 
+    def leave(self, cursor: _Cursor, drawn: int) -> None:
+        """Its text grows no more, with so many tokens. What was not added of it is, as time allows."""
+        self.held += drawn
+        if cursor.end < len(cursor.tokens):
+            self._missing.insert(0, cursor)
+
     def advance(self, cursor: _Cursor, most: int) -> int:
-        """Add what is missing of a text, behind the prompt and the answers that were there at the beginning. Returns
-        how many of `most` tokens are left; where there are none, that may not be all."""
+        """Add what is missing of a text, behind the prompt, and then of others that were there at the beginning, or do
+        not grow any more. Returns how many of `most` tokens are left; where there are none, that may not be all."""
         if len(self.suffixes) > _MOST_STATES:
             return most
         most = self._advance(self._prompt, most)
+        if most:
+            most = self._advance(cursor, most)
         while most and self._missing:
             most = self._advance(self._missing[-1], most)
             if self._missing[-1].end == len(self._missing[-1].tokens):
                 self._missing.pop()
-        return self._advance(cursor, most) if most else 0
+        return most
 
     def _advance(self, cursor: _Cursor, most: int) -> int:
         if not cursor.end:  # and no text begins with anything else
@@ -232,11 +244,15 @@ class Drafter:
         self._rates: dict[tuple[str, int], float] = {}  # what follows from these
         self._full, self._begun = False, 0
         self._skipped = self._fruitless = 0  # steps that are not looked at, for in others nothing was worth it
-        self._committed = 0.0
+        self._committed = self._busy = 0.0  # when the last step was; the same, unless requests have come since
+        self._host = 0.0  # seconds from there until a plan is made
+        self._texts_share: float | None = None  # tokens that texts are likely to give, beside all others of a step
+        self._passed, self._looked = 0, _LOOKED[0]  # steps in which they were passed over, and in how many they may be
 
     # Sequences come and go
 
     def begin(self, request: Request) -> None:
+        self._busy = 0.0  # the host may have had nothing to do until now
         prompt, given = request.prompt_ids, request.params.draft if "given" in self._sources else ()
         kept = {} if self.answers is None else self.answers.of(prompt)
         shared = None
@@ -263,7 +279,7 @@ class Drafter:
         follower, sequence.drafts = sequence.drafts, None
         if follower is not None and follower.texts is not None:
             follower.texts.users -= 1
-            follower.texts.held += len(sequence.tokens) - sequence.num_prompt
+            follower.texts.leave(follower.cursor, len(sequence.tokens) - sequence.num_prompt)
         if self.answers is not None and reason in ("stop", "length"):
             self.answers.put(sequence.request.prompt_ids, sequence.seed, sequence.generated)
 
@@ -291,10 +307,39 @@ class Drafter:
         return self._chains is not None and bool(self._chains.held[0])
 
     def may_follow(self, chunks: Tokens["Chunk"]) -> bool:
-        """Whether drafts behind those of these chunks can be found before it is known how much of them is right. Of an
-        answer they can, for it is followed at its place; what texts have behind the last token, and what a model makes
-        of it, waits for that. So does an answer that is right less often than another text may be."""
-        return self._chains is None and all(map(self._is_followed, chunks))
+        """Whether drafts behind those of these chunks are to be found before it is known how much of them is right. Of
+        an answer they can, for it is followed at its place; what texts have behind the last token, and what a model
+        makes of it, waits for that. So does an answer that is right less often than another text may be, if texts are
+        worth the time in which the device waits for the host."""
+        if self._chains is not None:
+            return False
+        return all(map(self._is_followed, chunks)) or not self._texts_pay(len(chunks))
+
+    def _texts_pay(self, sequences: int) -> bool:
+        step = self.pace.seconds(sequences, 0)
+        if step and self._texts_share is not None and self._texts_share * step < _LAUNCHED * self._host:
+            if self._passed < self._looked:
+                self._passed += 1
+                return False
+            self._passed, self._looked = 0, min(2 * self._looked, _LOOKED[1])
+        else:
+            self._looked = _LOOKED[0]
+        return True
+
+    def note_planned(self, now: float) -> None:
+        """A plan is made: the host has worked on it since the last commit."""
+        if self._busy:
+            took = now - self._busy
+            self._host = took if not self._host else self._host + (min(took, 2 * self._host) - self._host) / _WEIGHT
+
+    def _note_texts(self, sequences: int, planned: list[tuple]) -> None:
+        """What texts are likely to give of a step's tokens."""
+        given = {"text": 0.0, "answer": 0.0}
+        for chunk, tokens, chance in planned:
+            given[chunk.kind[0]] += _outlook(round(_PARTS * chance))[1][len(tokens)] - 1
+        share = given["text"] / (sequences + given["answer"])
+        before = share if self._texts_share is None else self._texts_share
+        self._texts_share = before + (share - before) / _WEIGHT
 
     def _is_followed(self, chunk: "Chunk") -> bool:
         follower = chunk.sequence.drafts
@@ -345,12 +390,18 @@ class Drafter:
         if not self.speculation.always and not self.pace.seconds(len(chunks), 0):
             return []  # nothing is worth it before it is known what single tokens take: soon
         planned = self._worth(self._found(chunks, room), len(chunks), budget, even) if budget else []
+        if not any(chunk.slack for chunk in chunks):
+            self._note_texts(len(chunks), planned)
         self._fruitless = 0 if planned else min(2 * self._fruitless + 1, len(chunks) // _SEQUENCES_A_STEP)
         self._skipped = self._fruitless
         return planned
 
     def _found(self, chunks: Tokens["Chunk"], room: Callable[["Chunk"], int]) -> list[tuple["Chunk", Draft]]:
+        follows = any(chunk.slack for chunk in chunks)
         most, left = self.speculation.max_draft_tokens, 0 if self._full else _INDEXED
+        if left and follows:  # the host has as long as the device, half of which may go into this
+            spare = (self.pace.seconds(len(chunks), 0) or 0.0) / 2 - _LAUNCHED * self._host
+            left = max(_INDEXED // 16, min(left, int(spare / _A_TOKEN)))
         found = []
         for chunk in chunks:
             follower = chunk.sequence.drafts
@@ -390,9 +441,9 @@ class Drafter:
         these, behind any end that it may have."""
         sequence, tokens, texts = chunk.sequence, chunk.sequence.tokens, follower.texts
         behind, match, follows = chunk.end - len(tokens), NOTHING, ()
-        if texts is not None and left and not chunk.slack:
+        if texts is not None and left:
             left = texts.advance(follower.cursor, left)
-            if follower.cursor.end == len(tokens) and follower.cursor.match.length >= _SHORTEST:
+            if not chunk.slack and follower.cursor.end == len(tokens) and follower.cursor.match.length >= _SHORTEST:
                 match = follower.cursor.match
                 follows = texts.after(match, behind + count)[behind:]
         best, place, before = None, len(tokens) - sequence.num_prompt, follower.compared - sequence.num_prompt
@@ -445,7 +496,7 @@ class Drafter:
     def note_time(self, plan: "StepPlan", now: float, tokens: int) -> None:
         """A step is committed, and gave so many tokens. One of decodes is measured: it began when it was planned, or
         with the end of the one before, unless the engine had nothing to do in between."""
-        committed, self._committed = self._committed, now
+        committed, self._committed, self._busy = self._committed, now, now
         if plan.planned is None:
             return
         asking = 0.0 if self._chains is None else self._chains.spent  # which `worth` does not count among steps
