@@ -459,7 +459,10 @@ class Drafter:
             other, at = ("answer", min(best.run, 32).bit_length()), place + behind
             if not follows or self._rate(other) >= self._rate(kind):
                 follows, left_of_it = tuple(best.tokens[at : at + count + chunk.slack]), len(best.tokens) - at
-                count = min(count, left_of_it)
+                count = min(count, left_of_it - (best.tokens[-1] in sequence.stop_ids))  # behind which nothing is drawn
+                if not count:
+                    return None, left
+                follows = follows[: count + chunk.slack]
                 if missing := count + chunk.slack - len(follows):  # behind an answer's end anything may follow
                     follows += (best.tokens[-1],) * missing
                 return Draft(follows, other, self._chance(follower, other), min(limit, left_of_it), chunk.slack), left
