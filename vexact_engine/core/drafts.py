@@ -195,20 +195,24 @@ class _Rows:
         draft is at its end others' rows are worth nothing, and may fill a graph. Else most tokens of a step"""
         outlooks = [(*_outlook(round(_PARTS * draft.chance)), draft.length) for draft in drafts]
         self.chances = [*itertools.chain.from_iterable(powers[:length] for powers, _, length in outlooks)]
-        if together:
-            longest = max(draft.left for draft in drafts)
-            left = [max(draft.left, _LEFT * longest) for draft in drafts]
-            self.ranks = [[-own / tokens for tokens in reach[:n]] for own, (_, reach, n) in zip(left, outlooks)]
-            least = max(own / reach[n] for own, (_, reach, n) in zip(left, outlooks))
-        else:
+        if not together:
             self.ranks = [[-chance for chance in powers[:n]] for powers, _, n in outlooks]
-        self.order = sorted(itertools.chain.from_iterable(self.ranks))
-        if together:
-            worth, count = longest * len(drafts), len(drafts)
-            behind = [*self.order[1 : most + 1], 0.0][:most]  # whoever has most steps left then
-            self.right = [worth / max(least, -steps) - count for steps in behind]
-        else:
+            self.order = sorted(itertools.chain.from_iterable(self.ranks))
             self.right = [*itertools.accumulate(-rank for rank in self.order[:most])]
+            return
+        left = [draft.left for draft in drafts]
+        longest = max(left)
+        lowest = _LEFT * longest
+        left = [own if own > lowest else lowest for own in left]
+        self.ranks = [[-own / tokens for tokens in reach[:n]] for own, (_, reach, n) in zip(left, outlooks)]
+        self.order = sorted(itertools.chain.from_iterable(self.ranks))
+        worth, count, total = longest * len(drafts), len(drafts), min(most, len(self.order))
+        least = max(own / reach[n] for own, (_, reach, n) in zip(left, outlooks))
+        # The steps of whoever has most left then: of the next row, until a draft is at its end.
+        self.right = [
+            -worth / steps - count for steps in self.order[1 : min(most + 1, bisect.bisect(self.order, -least))]
+        ]
+        self.right += [worth / least - count] * (total - len(self.right))
 
     def first(self, count: int) -> list[int]:
         """How many of each draft are among so many. Of those of one rank there may be more."""
