@@ -185,19 +185,46 @@ DRAFTS = st.tuples(st.integers(1, 12), st.integers(1, 127), st.integers(1, 400))
 def test_rows_are_for_whoever_is_furthest_behind(drafted, most):
     """With the first n rows of the order the slowest has as few steps left as with any other n."""
     found = [drafts.Draft((0,) * length, ("answer", 0), part / 128, left) for length, part, left in drafted]
-    rows, longest = drafts._Rows(found, most, together=True), max(draft.left for draft in found)
+    rows = drafts._Rows(found, most, together=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafts, "_ALL_SAME", 0.0)
+        ended = drafts._Rows(found, most, together=True).right
+    assert len(ended) == min(most, sum(draft.length for draft in found))
+    given_most = itertools.accumulate(sorted(rows.chances, reverse=True))
+    assert rows.right == [max(own, drafts._ALL_SAME * tokens) for own, tokens in zip(ended, given_most)]
     steps = []  # of each sequence with so many rows in each step
     for draft in found:
         reach = itertools.accumulate(draft.chance**count for count in range(draft.length + 1))
-        steps.append([max(draft.left, drafts._LEFT * longest) / tokens for tokens in reach])
-    assert len(rows.right) == min(most, sum(draft.length for draft in found))
-    for count, right in enumerate(rows.right, 1):
+        steps.append([draft.left / tokens for tokens in reach])
+    least = drafts._LEFT * max(own[-1] for own in steps)
+    steps = [[one * max(1, least / own[-1]) for one in own] for own in steps]
+    longest = max(own[0] for own in steps)
+    for count, right in enumerate(ended, 1):
         taken = rows.first(count)
         slowest = longest / (1 + right / len(found))
         fewest = [sum(least > slowest * (1 + 1e-9) for least in own) for own in steps]  # rows, for no more steps
         assert sum(fewest) <= count <= sum(taken) and all(map(operator.le, fewest, taken)), (fewest, taken)
         fewer = [[n for n, least in enumerate(own) if least < slowest * (1 - 1e-9)] for own in steps]
         assert not all(fewer) or sum(own[0] for own in fewer) > count  # which so many cannot bring about
+
+
+def test_one_that_nothing_helps_keeps_no_other_from_drafts():
+    """All are through no sooner: what they gain is that they are themselves."""
+
+    def ends(rights):
+        bench, source, sequences = Bench(handed_in()), random.Random(0), []
+        for number, right in enumerate(rights):
+            answer = [token(derive_seed(number, 0), PROMPT + place) for place in range(NEW)]
+            draft = [one if source.random() < right else one + 1 for one in answer]
+            prompt = [1000 * number + place for place in range(PROMPT)]
+            one = request(prompt, max_new_tokens=NEW, seed=number, draft=[draft], ignore_eos=True)
+            bench.scheduler.add(one)
+            sequences += one.sequences
+        bench.run()
+        return [sequence.finished_at for sequence in sequences]
+
+    helped, others = ends([0.9] * 16), ends([0.12, *[0.9] * 15])
+    assert statistics.mean(others[1:]) < 1.05 * statistics.mean(helped), (helped, others)
 
 
 def test_a_bad_beginning_starves_nobody():

@@ -45,7 +45,8 @@ _LIKELY = {"answer": 0.8, "text": 0.5, "model": 0.6}  # how often drafts are rig
 _FADE, _ALL_FADE = 0.9, 0.98  # how much of what one sequence knows, or all do, is left after a draft
 _ALL_WEIGHT, _LIKELY_WEIGHT = 48, 2  # tokens that count as much as what all know, and as what is likely ...
 _REST_WEIGHT = 8  # ... the first of these where a sequence is to rest
-_LEFT = 0.5  # of the tokens that the one furthest from its end has left, what others are taken to have at least
+_LEFT = 0.5  # of the steps that the one furthest from its end has left, what others are taken to have at least
+_ALL_SAME = 0.75  # of the tokens that rows give, what they are worth even if nothing ends sooner for them
 _LAUNCHED = 1.5  # times what the host takes until a plan is made is what it takes until that is launched, about
 _LOOKED = 8, 128  # steps in which texts are passed over as worth too little: twice as many each time
 _WEIGHT = 8  # steps, of which one is what a new one counts as
@@ -185,14 +186,15 @@ class _Rows:
     """Rows of some drafts in the order in which they are chosen, `most` of them, the first of each draft first.
 
     ranks    of each draft's rows, ascending: those of a low rank are chosen first
-    right    what the first, the first two, .. of them are worth in tokens
+    right    what the first, the first two, .. of these are worth in tokens
     chances  that each is right, with all before it in its draft; in any order
     """
 
     def __init__(self, drafts: Tokens[Draft], most: int, together: bool):
         """together   fewest steps until all are through, however much each has left: a step of who is left alone at the
-        end takes hardly less time than one of all. So each row is for whoever has most steps left; once that one's
-        draft is at its end others' rows are worth nothing, and may fill a graph. Else most tokens of a step"""
+        end takes hardly less time than one of all. So each row is for whoever has most steps left. Where that one's
+        drafts are few, or seldom right, others' rows make nothing end sooner, and are still worth most of the tokens
+        that they give. Else most tokens of a step"""
         outlooks = [(*_outlook(round(_PARTS * draft.chance)), draft.length) for draft in drafts]
         self.chances = [*itertools.chain.from_iterable(powers[:length] for powers, _, length in outlooks)]
         if not together:
@@ -200,19 +202,20 @@ class _Rows:
             self.order = sorted(itertools.chain.from_iterable(self.ranks))
             self.right = [*itertools.accumulate(-rank for rank in self.order[:most])]
             return
-        left = [draft.left for draft in drafts]
-        longest = max(left)
-        lowest = _LEFT * longest
-        left = [own if own > lowest else lowest for own in left]
+        count, total = len(drafts), len(self.chances)
+        fewest = [draft.left / reach[n] for draft, (_, reach, n) in zip(drafts, outlooks)]  # steps, with all its rows
+        least = max(fewest)
+        lowest = _LEFT * least
+        left = [d.left if own > lowest else d.left * lowest / own for d, own in zip(drafts, fewest)]
+        worth = max(left) * count
         self.ranks = [[-own / tokens for tokens in reach[:n]] for own, (_, reach, n) in zip(left, outlooks)]
         self.order = sorted(itertools.chain.from_iterable(self.ranks))
-        worth, count, total = longest * len(drafts), len(drafts), min(most, len(self.order))
-        least = max(own / reach[n] for own, (_, reach, n) in zip(left, outlooks))
         # The steps of whoever has most left then: of the next row, until a draft is at its end.
-        self.right = [
-            -worth / steps - count for steps in self.order[1 : min(most + 1, bisect.bisect(self.order, -least))]
-        ]
-        self.right += [worth / least - count] * (total - len(self.right))
+        steps = self.order[1 : min(most + 1, bisect.bisect(self.order, -least))]
+        right = [-worth / own - count for own in steps]
+        right += [worth / least - count] * (min(most, total) - len(right))
+        likeliest = itertools.accumulate(sorted(self.chances, reverse=True)[:most])
+        self.right = [max(own, _ALL_SAME * tokens) for own, tokens in zip(right, likeliest)]
 
     def first(self, count: int) -> list[int]:
         """How many of each draft are among so many. Of those of one rank there may be more."""
@@ -251,6 +254,7 @@ class Drafter:
         self._committed = self._busy = 0.0  # when the last step was; the same, unless requests have come since
         self._host = 0.0  # seconds from there until a plan is made
         self._texts_share: float | None = None  # tokens that texts are likely to give, beside all others of a step
+        self._missed = False  # whether a plan is made that texts might have something for, were they looked at
         self._passed, self._looked = 0, _LOOKED[0]  # steps in which they were passed over, and in how many they may be
 
     # Sequences come and go
@@ -317,7 +321,8 @@ class Drafter:
         worth the time in which the device waits for the host."""
         if self._chains is not None:
             return False
-        return all(map(self._is_followed, chunks)) or not self._texts_pay(len(chunks))
+        self._missed = not all(map(self._is_followed, chunks))
+        return not self._missed or not self._texts_pay(len(chunks))
 
     def _texts_pay(self, sequences: int) -> bool:
         step = self.pace.seconds(sequences, 0)
@@ -403,7 +408,9 @@ class Drafter:
     def _found(self, chunks: Tokens["Chunk"], room: Callable[["Chunk"], int]) -> list[tuple["Chunk", Draft]]:
         follows = any(chunk.slack for chunk in chunks)
         most, left = self.speculation.max_draft_tokens, 0 if self._full else _INDEXED
-        if left and follows:  # the host has as long as the device, half of which may go into this
+        if follows and not self._missed:
+            left = 0
+        elif follows and left:  # the host has as long as the device, half of which may go into this
             spare = (self.pace.seconds(len(chunks), 0) or 0.0) / 2 - _LAUNCHED * self._host
             left = max(_INDEXED // 16, min(left, int(spare / _A_TOKEN)))
         found = []
