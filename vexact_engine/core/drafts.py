@@ -131,11 +131,11 @@ class _Answer:
     __slots__ = ("run", "tokens")
 
     def __init__(self, tokens: Tokens[int]):
-        self.tokens, self.run = tokens, _TRUSTED
+        self.tokens, self.run = tuple(tokens), _TRUSTED
 
-    def compare(self, drawn: list[int], place: int) -> None:
+    def compare(self, drawn: tuple[int, ...], place: int) -> None:
         """These were drawn, from this place on."""
-        own = [*self.tokens[place : place + len(drawn)]]
+        own = self.tokens[place : place + len(drawn)]
         if own == drawn:
             self.run += len(drawn)
         else:
@@ -458,7 +458,7 @@ class Drafter:
                 match = follower.cursor.match
                 follows = texts.after(match, behind + count)[behind:]
         best, place, before = None, len(tokens) - sequence.num_prompt, follower.compared - sequence.num_prompt
-        drawn = tokens[follower.compared :]
+        drawn = tuple(tokens[follower.compared :])
         for answer in follower.answers:
             if drawn:
                 answer.compare(drawn, before)
@@ -469,7 +469,7 @@ class Drafter:
         if best is not None:
             other, at = ("answer", min(best.run, 32).bit_length()), place + behind
             if not follows or self._rate(other) >= self._rate(kind):
-                follows, left_of_it = tuple(best.tokens[at : at + count + chunk.slack]), len(best.tokens) - at
+                follows, left_of_it = best.tokens[at : at + count + chunk.slack], len(best.tokens) - at
                 count = min(count, left_of_it - (best.tokens[-1] in sequence.stop_ids))  # behind which nothing is drawn
                 if not count:
                     return None, left
