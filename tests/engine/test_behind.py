@@ -84,15 +84,17 @@ def test_who_waits_and_fits_is_let_in_first():
 ACTIONS = ["step", "step", "step", "step", "add", "preempt", "abort", "cancel", "reset"]
 
 
-@given(st.data(), st.integers(1, 9), st.sampled_from([14, 20, 60]), st.booleans())
+@given(st.data(), st.integers(1, 9), st.sampled_from([14, 20, 60]), st.sampled_from([None, True, False]))
 def test_whatever_happens_meanwhile_the_same_is_drawn(data, most, pages, texts):
-    """At random, on a cache that is too small at times: requests, preemptions, aborts, failed steps, resets."""
-    sources = ("given", "samples") if texts else ("given",)
+    """At random, on a cache that is too small at times: requests, preemptions, aborts, failed steps, resets. Texts, if
+    there are any, are waited for or not."""
+    sources = ("given",) if texts is None else ("given", "samples")
     how = replace(GIVEN, max_draft_tokens=most, always=data.draw(st.booleans()), sources=sources)
     scheduler, model = make(
         num_pages=pages, max_num_seqs=4, max_num_batched_tokens=40, speculation=how, eos_token_ids=[6], follows=True
     )
     pending, requests = [], []
+    scheduler.drafter._texts_pay = lambda _: texts
 
     def turn():
         while len(pending) < 2 and (plan := scheduler.schedule(lookahead=True)):
@@ -209,6 +211,9 @@ def test_no_byte_is_another(kind, recorded, most, accepted, monkeypatch):
         monkeypatch.setattr("vexact_engine.runner.record._ONE_BY_ONE", 9)
     given, params, without = asked(kind)
     speculation = replace(GIVEN, max_draft_tokens=most)
+    if most == 5:  # drafts of texts are verified too, and not waited for
+        speculation = replace(speculation, sources=("given", "samples"))
+        monkeypatch.setattr("vexact_engine.core.drafts.Drafter._texts_pay", lambda *_: False)
     config = replace(CONFIG, speculation=speculation, max_num_seqs=6, max_num_batched_tokens=40)
     with Engine.from_pretrained(build(kind), config=config) as engine:
         make_late(engine, 0.0005)

@@ -90,6 +90,8 @@ class Scheduler(Verifying):
         drafts = draft_model, self.pool, config.max_num_batched_tokens, graphs
         self.drafter = None if config.speculation is None else Drafter(config.speculation, vocab_size, *drafts)
         self._chunk, self._follows = chunk, follows
+        capacity = config.num_pages * config.page_size
+        self._longest = min(capacity, config.max_model_len or capacity)  # tokens that any sequence may have places for
         self.stats = Stats()
         self.weight_version = 0
         self.requests: dict[Request, None] = {}  # the unfinished ones, in the order of arrival
