@@ -14,7 +14,7 @@ from .._core.numerics import numerics
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan, replicated, rotary
-from .batch import Score, check_cu, one_axis, sent, text_axis
+from .batch import Score, check_begins, check_cu, one_axis, sent, text_axis
 from .description import Decoder, Pages, State
 from .grids import grids_of
 from .images import Encoded, check_pixels, encode
@@ -224,7 +224,7 @@ class Handle:
                         the CPU on, no GPU is waited for
         attention_mask  (B, S) of a batch padded left or right
         position_ids    (B, S), or several axes of them, equal but for images; without the two above, a sequence ends
-                        where they do not go on by one
+                        where they do not go on by one. Of text they count from 0 in each sequence, as an engine's do
         temperature     logits are divided by it: a number, or one for each of input_ids in fp32, for what follows it
         pixel_values    (N, channels * patch) of all images of the batch, one after another as their tokens come, as the
                         model's processor makes them; with (images, 3) image_grid_thw. Where position_ids are not given
@@ -293,6 +293,8 @@ class Handle:
             longest = int(lengths.max())
             index = sent(follows.nonzero()[:, 0], ids.device)
             cu_seqlens = sent(cu_seqlens, ids.device)
+        if of_text is not None and patch.vision is None and of_text.shape[1] == ids.shape[1]:
+            check_begins(of_text, ids, attention_mask, cu_seqlens)
         if isinstance(temperature, Tensor):
             if temperature.shape != input_ids.shape:
                 got, expected = tuple(temperature.shape), tuple(input_ids.shape)
