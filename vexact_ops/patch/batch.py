@@ -97,7 +97,7 @@ class Score:
     """
 
     # No dataclass: FSDP2 looks into those, and would round temperatures to the dtype that it casts inputs to.
-    __slots__ = "kept", "return_entropy", "rows", "target", "temperature", "tokens", "values"
+    __slots__ = "kept", "made", "return_entropy", "rows", "target", "temperature", "tokens", "values"
 
     def __init__(
         self,
@@ -111,6 +111,7 @@ class Score:
         self.target, self.rows = target, rows
         self.temperature, self.return_entropy, self.tokens = temperature, return_entropy, tokens
         self.kept, self.values = kept, None
+        self.made: tuple[Tensor, ...] | None = None  # what the forward has returned, before hooks on the whole model
 
 
 class Asked(NamedTuple):

@@ -312,6 +312,12 @@ class Handle:
             vexact_score=asked,
             **images,
         )
+        others = asked.values is None and any(a is not b for a, b in zip(values, asked.made or ()))
+        if others and patch.model.__dict__.get("_compiled_call_impl") is None:  # which returns tensors of its own
+            raise RuntimeError(
+                "logprobs: a hook on the whole model changes what it returns, which is here no logits but their "
+                "log-probabilities: take the hook off"
+            )
         values = values if asked.values is None else asked.values
         whole = tuple(v.new_zeros(ids.numel()).index_copy(0, index, v).view(input_ids.shape) for v in values)
         return whole if return_entropy else whole[0]
