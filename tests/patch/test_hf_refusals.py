@@ -202,25 +202,38 @@ def _other_ids(module, args, kwargs):
 def test_a_hook_on_the_whole_model_only_looks(hook):
     """Of log-probabilities, formed inside its call, it may make nothing of or another number; an engine calls the
     decoder."""
-    model, ids = tiny("llama"), sequences((5,))[0]
+    model, ids, seen = tiny("llama"), sequences((5,))[0], []
     before = hook is _other_ids
-    seen = []
-
-    def hang():
-        if before:
-            return model.register_forward_pre_hook(hook, with_kwargs=True)
-        return model.register_forward_hook(hook)
-
-    with vx.patch.hf(model) as handle, model.register_forward_hook(lambda module, args, out: seen.append(out)):
+    model.register_forward_hook(lambda module, args, out: seen.append(out))
+    with vx.patch.hf(model) as handle:
         expected = handle.logprobs(ids)
-        assert seen
-        hung, said = hang(), f"it changes what the whole model {'is called with' if before else 'returns'}"
-        with pytest.raises(vx.patch.UnsupportedModule, match=said):
-            handle.logprobs(ids)
-        hung.remove()
+    assert seen
+    hung = model.register_forward_pre_hook(hook, with_kwargs=True) if before else model.register_forward_hook(hook)
+    assert f"it changes what the whole model {'is called with' if before else 'returns'}" in refusal(model)
+    hung.remove()
+    with vx.patch.hf(model) as handle:
         assert_bitwise(handle.logprobs(ids), expected)
-    hang()
-    assert said in refusal(model)
+
+
+def test_a_hook_on_the_whole_model_that_is_put_on_later():
+    """Those that look are shown nothing but what the caller computes."""
+    model, ids, seen = tiny("llama"), sequences((5,))[0], []
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids)
+        with model.register_forward_hook(lambda module, args, out: seen.append(float(out[0].sum()))):
+            assert_bitwise(handle.logprobs(ids), expected)
+        assert seen == [float(expected[:-1].sum())]
+        with (
+            model.register_forward_hook(lambda module, args, out: tuple(x * 2 for x in out)),
+            pytest.raises(RuntimeError, match="logprobs: a hook on the whole model changes what it returns"),
+        ):
+            handle.logprobs(ids)
+        for put_on, hook in (
+            (model.register_forward_hook, _halved),
+            (lambda hook: model.register_forward_pre_hook(hook, with_kwargs=True), _other_ids),
+        ):
+            with put_on(hook), pytest.raises(vx.patch.UnsupportedModule, match="it changes what the whole model"):
+                handle.revision(tensors=True)
 
 
 def test_a_hook_on_the_output_layer_is_for_logits():
