@@ -125,9 +125,11 @@ def test_a_hook_on_the_whole_model_that_would_not_run_is_refused(old):
     with Engine.from_pretrained(model, config=CONFIG) as engine:
         with model.register_forward_hook(lambda module, args, out: None):  # it only looks
             assert ask(engine) == old
-        with model.register_forward_hook(lambda module, args, out: setattr(out, "logits", out.logits * 2)):
-            with pytest.raises(vx.patch.UnsupportedModule, match="it changes what the whole model returns"):
-                ask(engine)
+        with (
+            model.register_forward_hook(lambda module, args, out: setattr(out, "logits", out.logits * 2)),
+            pytest.raises(vx.patch.UnsupportedModule, match="it changes what the whole model returns"),
+        ):
+            ask(engine)
         assert ask(engine) == old
 
 
