@@ -184,6 +184,16 @@ def test_a_class_that_is_set_later_is_noticed(path):
         assert_bitwise(alone(model, seqs), expected)
 
 
+def test_a_dropout_of_a_forward_of_its_own_is_refused():
+    class Scaled(torch.nn.Dropout):
+        def forward(self, input):
+            return input * 1.25
+
+    model = tiny("phi3")
+    model.model.layers[1].resid_mlp_dropout = Scaled(0.0)
+    assert "layers.1.resid_mlp_dropout (Scaled): no module of transformers" in refusal(model)
+
+
 def _halved(module, args, out):
     if hasattr(out, "logits"):
         out.logits = out.logits * 0.5
