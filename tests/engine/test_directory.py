@@ -34,6 +34,9 @@ from vexact_engine.weights.tokenizer import load_tokenizer
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+WINDOWS |= {"layer_types": ["full_attention", "full_attention"]}
+
 # What a hypothesis may do to the tensors, and to the files beside them. Each takes what it changes and a free number.
 
 
@@ -372,6 +375,7 @@ def test_a_head_of_its_own_is_not_tied(tmp_path):
         (lambda p: edit(p, rope_theta=5e4), r"config.json: rope_theta: got 50000.0 beside rope_par"),
         (lambda p: edit(p, rope_scaling=YARN), r"json: rope_scaling: .* with another rope_theta, rope_type"),
         (lambda p: edit(p, text_config={"rope_parameters": {"rope_theta": 1}, "rope_theta": 2}), r"text_config: rope"),
+        (lambda p: edit(p, **WINDOWS), r"config.json: use_sliding_window: got True beside layer_types, which alone is"),
         (lambda p: edit(p, num_hidden_layers=3), r"missing keys: model.layers.2"),
         (lambda p: rewrite(p, lambda s: {k: v for k, v in s.items() if "layers.1" not in k}), r"missing keys"),
         (lambda p: rewrite(p, lambda s: compiled(s, 0)), r"names with '_orig_mod.' of torch.compile: strip that"),

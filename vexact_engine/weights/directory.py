@@ -129,6 +129,7 @@ def _check_config(file: Path, config: Mapping) -> None:
     for name, part in {"": config, **{name: part for name, part in config.items() if name.endswith("_config")}}.items():
         if isinstance(part, Mapping):
             _check_rope(f"{file}: {name}: " if name else f"{file}: ", part)
+            _check_windows(f"{file}: {name}: " if name else f"{file}: ", part)
 
 
 def _check_rope(where: str, config: Mapping) -> None:
@@ -158,6 +159,18 @@ def _check_rope(where: str, config: Mapping) -> None:
         raise ValueError(
             f"weights: {where}rope_scaling: got one beside rope_parameters, in whose place it would be read, with "
             f"another {', '.join(sorted(others))}: write what it says into rope_parameters"
+        )
+
+
+def _check_windows(where: str, config: Mapping) -> None:
+    """Of Qwen's switch: where layer_types is there, as transformers 5 writes it, that alone is read."""
+    kinds, full = config.get("layer_types"), config.get("max_window_layers")
+    if not isinstance(kinds, list) or not isinstance(full, int) or not config.get("sliding_window"):
+        return
+    if config.get("use_sliding_window") is True and full < len(kinds) and "sliding_attention" not in kinds:
+        raise ValueError(
+            f"weights: {where}use_sliding_window: got True beside layer_types, which alone is read and has no "
+            "'sliding_attention': write the layers with a window into it, or take one of them out"
         )
 
 
