@@ -111,7 +111,7 @@ class Score:
         self.target, self.rows = target, rows
         self.temperature, self.return_entropy, self.tokens = temperature, return_entropy, tokens
         self.kept, self.values = kept, None
-        self.made: tuple[Tensor, ...] | None = None  # what the forward has returned, before hooks on the whole model
+        self.made: tuple[int, ...] = ()  # the ids of what the forward has returned, before hooks on the whole model
 
 
 class Asked(NamedTuple):

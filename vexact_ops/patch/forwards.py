@@ -488,7 +488,7 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
                 "MixedPrecisionPolicy, or give Score(..., kept=True) and read its values in place of what is returned"
             )
         asked.values = values
-    asked.made = values
+    asked.made = tuple(map(id, values))
     return values
 
 

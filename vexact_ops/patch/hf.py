@@ -312,7 +312,7 @@ class Handle:
             vexact_score=asked,
             **images,
         )
-        others = asked.values is None and any(a is not b for a, b in zip(values, asked.made or ()))
+        others = asked.values is None and tuple(map(id, values)) != asked.made
         if others and patch.model.__dict__.get("_compiled_call_impl") is None:  # which returns tensors of its own
             raise RuntimeError(
                 "logprobs: a hook on the whole model changes what it returns, which is here no logits but their "
