@@ -480,7 +480,8 @@ def hf(
     before torch.compile; FSDP2 may come before or after, and weights may be on meta still. Gradient checkpointing,
     FSDP2 (mixed precision too) and torch.compile keep the bits; Inductor with its option emulate_precision_casts alone,
     for it leaves out the roundings between elementwise kernels that it joins: a module's compile() is refused without
-    it; that of torch.compile(model), which is put around the model, nobody here can see. Under
+    it; that of torch.compile(model), which is put around the model, nobody here can see. The gradient of the embedding,
+    a stock lookup, is Inductor's own then, with other bits than eager's where a token comes more than once. Under
     autocast aligned ops compute in the dtypes of their tensors: it is off inside, and weights that are fp32 then are
     refused (cast the model, or let FSDP2's mixed precision do so). The output layer and the embedding may be FSDP2
     units of their own. Its output_dtype rounds logits and a loss that are returned, as any model's, but no
