@@ -111,3 +111,45 @@ def test_scores_instead_of_logits(name, device, dtype):
         torch.testing.assert_close(entropy, -(every.exp() * every).sum(-1)[rows], rtol=1e-5, atol=1e-5)
         with pytest.raises(TypeError, match=r"vexact_score: got Tensor, expected a vexact_ops\.patch\.Score"):
             model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=target)
+
+
+def test_positions_that_no_engine_has_are_refused():
+    """They would be computed with: log-probabilities that differ from the engine's in their last bits, and no error."""
+    model, seqs = tiny("llama"), sequences((3, 4, 5))
+    (ids, cu, positions), (padded, mask) = pack(seqs), pad(seqs, "left")
+    every = torch.arange(ids.shape[1])[None]
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids, cu_seqlens=cu)
+        assert_bitwise(handle.logprobs(ids, cu_seqlens=cu, position_ids=positions), expected)
+        counted = (mask.cumsum(1) - 1).clamp(min=0)
+        rows = handle.logprobs(padded, attention_mask=mask, position_ids=counted)[mask.bool()]
+        assert_bitwise(rows, expected[0])
+        filled = torch.cat((ids, torch.zeros(1, 3, dtype=ids.dtype)), 1)
+        zeros = torch.cat((positions, torch.zeros(1, 3, dtype=ids.dtype)), 1)
+        ends = torch.cat((cu, cu[-1:] + 3))
+        assert_bitwise(handle.logprobs(filled, cu_seqlens=ends, position_ids=zeros)[:, :-3], expected)
+        for others in (every, positions + 1):
+            with pytest.raises(ValueError, match="position_ids: got others than 0, 1, 2"):
+                handle.logprobs(ids, cu_seqlens=cu, position_ids=others)
+        for fewer in (cu[[0, 2, 3]], torch.cat((cu[:1], cu[:1] + 2, cu[1:]))):
+            with pytest.raises(ValueError, match="position_ids: got others than 0, 1, 2"):
+                handle.logprobs(ids, cu_seqlens=fewer, position_ids=positions)
+        with pytest.raises(ValueError, match="position_ids: got a sequence that begins at 1, expected 0"):
+            handle.logprobs(ids, position_ids=positions + 1)
+        with pytest.raises(ValueError, match="position_ids: got a sequence that begins at 2, expected 0"):
+            handle.logprobs(padded, attention_mask=mask, position_ids=torch.arange(5).expand(3, 5))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_mask_of_other_numbers_is_refused(side):
+    """What is added to scores has 0 at tokens; and numbers that count the sequences of a row would make one of them."""
+    model = tiny("llama")
+    ids, mask = pad(sequences((3, 5)), side)
+    added = torch.where(mask.bool(), 0.0, torch.finfo(torch.float32).min)
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids, attention_mask=mask)
+        for dtype in (torch.bool, torch.uint8, torch.bfloat16):
+            assert_bitwise(handle.logprobs(ids, attention_mask=mask.to(dtype)), expected)
+        for other in (added, mask * torch.tensor([[1], [2]]), -mask, mask * float("nan")):
+            with pytest.raises(ValueError, match="attention_mask: got numbers besides 0 and 1"):
+                handle.logprobs(ids, attention_mask=other)

@@ -151,6 +151,101 @@ def test_a_hook_that_would_not_run_is_refused_by_name():
         assert_bitwise(alone(model, seqs), expected)
 
 
+def test_a_forward_that_would_not_run_is_refused_by_name():
+    """Set on a module whose block computes what it would; on others it runs, or is noticed when the patch is undone."""
+    model, seqs = tiny("llama"), sequences((5,))
+    activation = model.model.layers[1].mlp.act_fn
+    with vx.patch.hf(model):
+        expected = alone(model, seqs)
+        activation.forward = lambda x: x
+        with pytest.raises(
+            vx.patch.UnsupportedModule, match=r"layers\.1\.mlp\.act_fn .* its forward has been replaced"
+        ):
+            alone(model, seqs)
+        del activation.forward
+        assert_bitwise(alone(model, seqs), expected)
+
+
+@pytest.mark.parametrize("path", ["", "model", "model.norm", "model.layers.1.mlp.up_proj"])
+def test_a_class_that_is_set_later_is_noticed(path):
+    """The forward that the patch has put there would run on, whatever that of the new class computes."""
+    model, seqs = tiny("llama"), sequences((5,))
+    module = model.get_submodule(path)
+    kind = type(module)
+    twice = type("Twice", (kind,), {"forward": lambda self, *args, **options: kind.forward(self, *args, **options)})
+    with vx.patch.hf(model):
+        expected = alone(model, seqs)
+        module.__class__ = twice
+        with pytest.raises(
+            vx.patch.UnsupportedModule, match=r"\(Twice\): (no module of transformers|a linear layer with)"
+        ):
+            alone(model, seqs)
+        module.__class__ = kind
+        assert_bitwise(alone(model, seqs), expected)
+
+
+def test_a_dropout_of_a_forward_of_its_own_is_refused():
+    class Scaled(torch.nn.Dropout):
+        def forward(self, input):
+            return input * 1.25
+
+    model = tiny("phi3")
+    model.model.layers[1].resid_mlp_dropout = Scaled(0.0)
+    assert "layers.1.resid_mlp_dropout (Scaled): no module of transformers" in refusal(model)
+
+
+def _halved(module, args, out):
+    if hasattr(out, "logits"):
+        out.logits = out.logits * 0.5
+
+
+def _halved_in_place(module, args, out):
+    if hasattr(out, "logits"):
+        out.logits.mul_(0.5)
+
+
+def _other_ids(module, args, kwargs):
+    return args, kwargs | {"input_ids": kwargs["input_ids"] + 1}
+
+
+@pytest.mark.parametrize("hook", [_halved, _halved_in_place, _other_ids])
+def test_a_hook_on_the_whole_model_only_looks(hook):
+    """Of log-probabilities, formed inside its call, it may make nothing of or another number; an engine calls the
+    decoder."""
+    model, ids, seen = tiny("llama"), sequences((5,))[0], []
+    before = hook is _other_ids
+    model.register_forward_hook(lambda module, args, out: seen.append(out))
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids)
+    assert seen
+    hung = model.register_forward_pre_hook(hook, with_kwargs=True) if before else model.register_forward_hook(hook)
+    assert f"it changes what the whole model {'is called with' if before else 'returns'}" in refusal(model)
+    hung.remove()
+    with vx.patch.hf(model) as handle:
+        assert_bitwise(handle.logprobs(ids), expected)
+
+
+def test_a_hook_on_the_whole_model_that_is_put_on_later():
+    """Those that look are shown nothing but what the caller computes."""
+    model, ids, seen = tiny("llama"), sequences((5,))[0], []
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids)
+        with model.register_forward_hook(lambda module, args, out: seen.append(float(out[0].sum()))):
+            assert_bitwise(handle.logprobs(ids), expected)
+        assert seen == [float(expected[:-1].sum())]
+        with (
+            model.register_forward_hook(lambda module, args, out: tuple(x * 2 for x in out)),
+            pytest.raises(RuntimeError, match="logprobs: a hook on the whole model changes what it returns"),
+        ):
+            handle.logprobs(ids)
+        for put_on, hook in (
+            (model.register_forward_hook, _halved),
+            (lambda hook: model.register_forward_pre_hook(hook, with_kwargs=True), _other_ids),
+        ):
+            with put_on(hook), pytest.raises(vx.patch.UnsupportedModule, match="it changes what the whole model"):
+                handle.revision(tensors=True)
+
+
 def test_a_hook_on_the_output_layer_is_for_logits():
     """Log-probabilities are formed in its call, and would be what the hook makes another number of."""
     model, ids = tiny("llama"), sequences((5,))[0]

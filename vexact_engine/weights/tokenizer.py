@@ -17,6 +17,7 @@ from .hub import snapshot
 
 log = logging.getLogger(__name__)
 
+_TEMPLATE = "chat_template.jinja"
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -63,18 +64,30 @@ def _beside(name: str, trust: bool) -> Any:
             "takes another one", name, code,
         )  # fmt: skip
         return None
-    return _made(str(path), name, trust)
+    made = _made(str(path), name, trust)
+    said, reads = _config(path).get("chat_template"), getattr(made, "chat_template", None)
+    both = (path / _TEMPLATE).exists() and isinstance(said, str) and isinstance(reads, str)
+    if both and said.strip() not in ("", reads.strip()):
+        log.warning(
+            "weights: %s: chat_template: that of %s is read, as transformers does, and not tokenizer_config.json's, "
+            "which is another", name, _TEMPLATE,
+        )  # fmt: skip
+    return made
+
+
+def _config(path: Path) -> dict:
+    try:
+        found = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # whoever loads it says what is wrong
+    return found if isinstance(found, dict) else {}
 
 
 def _own_code(path: Path) -> str:
     """What tokenizer_config.json names of the directory's own Python, where that is no class of transformers; or ""."""
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-    try:
-        config = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return ""  # whoever loads it says what is wrong
-    config = config if isinstance(config, dict) else {}
+    config = _config(path)
     places = config.get("auto_map")
     named = places.get("AutoTokenizer") if isinstance(places, dict) else places
     kind = config.get("tokenizer_class")

@@ -97,7 +97,7 @@ class Score:
     """
 
     # No dataclass: FSDP2 looks into those, and would round temperatures to the dtype that it casts inputs to.
-    __slots__ = "kept", "return_entropy", "rows", "target", "temperature", "tokens", "values"
+    __slots__ = "kept", "made", "return_entropy", "rows", "target", "temperature", "tokens", "values"
 
     def __init__(
         self,
@@ -111,6 +111,7 @@ class Score:
         self.target, self.rows = target, rows
         self.temperature, self.return_entropy, self.tokens = temperature, return_entropy, tokens
         self.kept, self.values = kept, None
+        self.made: tuple[int, ...] = ()  # the ids of what the forward has returned, before hooks on the whole model
 
 
 class Asked(NamedTuple):
@@ -153,12 +154,17 @@ def padded(mask: Tensor, length: int, position_ids: Tensor | None, **options) ->
     past = keys - length
     if past < 0:
         raise ValueError(f"attention_mask: got {keys} columns for {length} new tokens, expected at least as many")
-    mask = mask != 0
+    given, mask = mask, mask != 0
     place = mask.cumsum(1)
     new, before = mask[:, past:], mask[:, :past]
     if bool((mask[:, 1:] & ~mask[:, :-1] & (place[:, :-1] > 0)).any()):
         raise ValueError("attention_mask: a row has a hole, expected padding on the left or on the right alone")
     positions = (place - 1).clamp(min=0)[:, past:]
+    if bool((mask & (given != 1)).any()):
+        raise ValueError(
+            "attention_mask: got numbers besides 0 and 1, expected 1 at tokens and 0 at padding: not what is added to "
+            "scores, and sequences that are packed are told apart by cu_seqlens or position_ids"
+        )
     if bool(mask.all()):
         layout = plain(batch, length, past, mask.device, **options)
     else:
@@ -168,8 +174,8 @@ def padded(mask: Tensor, length: int, position_ids: Tensor | None, **options) ->
         layout = Layout(cu_q, max(int(counts.max()), 1), cu_k, keys, q_index, k_index, **options)
     if position_ids is None:
         return layout, positions
-    given = position_ids.expand(batch, length)
-    if bool(((given.diff(dim=1) != 1) & new[:, 1:] & new[:, :-1]).any()):
+    own = position_ids.expand(batch, length)
+    if bool(((own.diff(dim=1) != 1) & new[:, 1:] & new[:, :-1]).any()):
         raise ValueError(
             "position_ids: they jump inside a row of attention_mask; packed rows go without attention_mask"
         )
@@ -263,6 +269,30 @@ def text_axis(position_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None
     if position_ids.shape[0] == 3 and not bool((position_ids == position_ids[:1]).all()):
         return None, position_ids
     return one_axis(position_ids), None
+
+
+def check_begins(position_ids: Tensor, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Each sequence counts from 0, as an engine counts it: from elsewhere its bits are others, in the last places.
+    Zeros beyond are what padding may have."""
+    place = position_ids.expand(ids.shape)
+    if cu_seqlens is not None:
+        expected = positions_of(cu_seqlens.to(place.device), ids.numel()).view(ids.shape)
+        if bool(((place != expected) & (place != 0)).any()):
+            raise ValueError(
+                "logprobs: position_ids: got others than 0, 1, 2, ... in each of the sequences of cu_seqlens, expected "
+                "those, as an engine counts them, or None"
+            )
+        return
+    first = torch.ones_like(place, dtype=torch.bool)
+    first[:, 1:] = place.diff(dim=1) != 1
+    if mask is not None:
+        tokens = mask.to(place.device) != 0
+        first = tokens & (tokens.cumsum(1) == 1)
+    if bool((place[first] != 0).any()):
+        raise ValueError(
+            f"logprobs: position_ids: got a sequence that begins at {int(place[first].max())}, expected 0, from where "
+            "an engine counts"
+        )
 
 
 def restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:

@@ -219,6 +219,14 @@ def scaled(patch, hidden: Tensor) -> Tensor:
     return hidden if patch.scale == 1 else hidden / patch.scale  # exact: a power of two
 
 
+def noted_call(patch, input_ids: Tensor | None, out):
+    """While the model is tried: what its forward was called with and what it returns, before hooks on the whole model
+    make others of that (plan.py refuses those)."""
+    if patch.seen is not None:
+        patch.call = input_ids, out.logits, out.logits._version
+    return out
+
+
 def noted(forward: Callable) -> Callable:
     """The output layer's forward; what it returns is kept until through_head has seen what its hooks made of it."""
 
@@ -345,13 +353,14 @@ def causal_forward(
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
     elif labels is not None:
         loss = _loss_of(patch, hidden, labels, **kwargs)
-    return CausalLMOutputWithPast(
+    out = CausalLMOutputWithPast(
         loss=loss,
         logits=logits,
         hidden_states=out.hidden_states,
         attentions=out.attentions,
         **{patch.cache: getattr(out, patch.cache)},
     )
+    return noted_call(patch, input_ids, out)
 
 
 @functools.cache
@@ -431,13 +440,14 @@ def classifier_forward(
     loss = None
     if labels is not None:
         loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-    return SequenceClassifierOutputWithPast(
+    out = SequenceClassifierOutputWithPast(
         loss=loss,
         logits=logits,
         hidden_states=out.hidden_states,
         attentions=out.attentions,
         past_key_values=getattr(out, patch.cache),
     )
+    return noted_call(patch, input_ids, out)
 
 
 def _taken(loss: Callable, kwargs: dict) -> dict:
@@ -478,6 +488,7 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
                 "MixedPrecisionPolicy, or give Score(..., kept=True) and read its values in place of what is returned"
             )
         asked.values = values
+    asked.made = tuple(map(id, values))
     return values
 
 

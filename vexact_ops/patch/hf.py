@@ -14,7 +14,7 @@ from .._core.numerics import numerics
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan, replicated, rotary
-from .batch import Score, check_cu, one_axis, sent, text_axis
+from .batch import Score, check_begins, check_cu, one_axis, sent, text_axis
 from .description import Decoder, Pages, State
 from .grids import grids_of
 from .images import Encoded, check_pixels, encode
@@ -224,7 +224,7 @@ class Handle:
                         the CPU on, no GPU is waited for
         attention_mask  (B, S) of a batch padded left or right
         position_ids    (B, S), or several axes of them, equal but for images; without the two above, a sequence ends
-                        where they do not go on by one
+                        where they do not go on by one. Of text they count from 0 in each sequence, as an engine's do
         temperature     logits are divided by it: a number, or one for each of input_ids in fp32, for what follows it
         pixel_values    (N, channels * patch) of all images of the batch, one after another as their tokens come, as the
                         model's processor makes them; with (images, 3) image_grid_thw. Where position_ids are not given
@@ -293,6 +293,8 @@ class Handle:
             longest = int(lengths.max())
             index = sent(follows.nonzero()[:, 0], ids.device)
             cu_seqlens = sent(cu_seqlens, ids.device)
+        if of_text is not None and patch.vision is None and of_text.shape[1] == ids.shape[1]:
+            check_begins(of_text, ids, attention_mask, cu_seqlens)
         if isinstance(temperature, Tensor):
             if temperature.shape != input_ids.shape:
                 got, expected = tuple(temperature.shape), tuple(input_ids.shape)
@@ -310,6 +312,12 @@ class Handle:
             vexact_score=asked,
             **images,
         )
+        others = asked.values is None and tuple(map(id, values)) != asked.made
+        if others and patch.model.__dict__.get("_compiled_call_impl") is None:  # which returns tensors of its own
+            raise RuntimeError(
+                "logprobs: a hook on the whole model changes what it returns, which is here no logits but their "
+                "log-probabilities: take the hook off"
+            )
         values = values if asked.values is None else asked.values
         whole = tuple(v.new_zeros(ids.numel()).index_copy(0, index, v).view(input_ids.shape) for v in values)
         return whole if return_entropy else whole[0]
@@ -458,19 +466,22 @@ def hf(
     raises UnsupportedModule naming them; so are a bias that a module did not have, and numbers of modules (top_k, an
     epsilon, a window) and of the config, and its lists (layer_types), that are set later, but by a forward that
     torch.compile has compiled. Hooks that are put on later run, as do forwards that are set on a module later, and
-    nobody judges what they do; but a hook on a module whose work its block does is refused, and so is one that changes
-    what the output layer returns where that is no logits. So PEFT may come before or after: LoRA on linear layers is
-    covered (several adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came first).
-    Its sum is base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own dtype,
-    rounded once to the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused by
-    name: DoRA and other forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other methods
-    of PEFT.
+    nobody judges what they do; but a hook or a forward on a module whose work its block does is refused, and so is a
+    hook that changes what the output layer, or the whole model, returns where that is no logits. A hook on the whole
+    model that is there before the patch may change nothing; a module that is made one of another class is covered anew,
+    but a class that another forward is put into is not noticed. So PEFT may come before or after: LoRA on linear layers
+    is covered (several adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came
+    first). Its sum is base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own
+    dtype, rounded once to the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused
+    by name: DoRA and other forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other
+    methods of PEFT.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
     before torch.compile; FSDP2 may come before or after, and weights may be on meta still. Gradient checkpointing,
     FSDP2 (mixed precision too) and torch.compile keep the bits; Inductor with its option emulate_precision_casts alone,
     for it leaves out the roundings between elementwise kernels that it joins: a module's compile() is refused without
-    it; that of torch.compile(model), which is put around the model, nobody here can see. Under
+    it; that of torch.compile(model), which is put around the model, nobody here can see. The gradient of the embedding,
+    a stock lookup, is Inductor's own then, with other bits than eager's where a token comes more than once. Under
     autocast aligned ops compute in the dtypes of their tensors: it is off inside, and weights that are fp32 then are
     refused (cast the model, or let FSDP2's mixed precision do so). The output layer and the embedding may be FSDP2
     units of their own. Its output_dtype rounds logits and a loss that are returned, as any model's, but no

@@ -20,6 +20,7 @@ from .._core.operator import watched
 from . import facts, forwards, layer, plan, rotary, slots, whole
 from .describe import describe, read
 from .description import Decoder, Head, NotDescribed, Pages, State
+from .pieces import class_of
 from .recognise import INNER
 from .report import table
 from .trace import hidden_states
@@ -128,6 +129,12 @@ class Patch:
         self.inner: set[int] = set()  # modules whose block computes what they would
         self.between: set[int] = set()  # experts whose block changes their weights after the router
         self.idle: list[dict] = []  # where their hooks would be, of which none would run
+        self.silent: list[dict] = []  # and where a forward of their own would be
+        self.call: tuple | None = None  # what the whole model was called with, and has returned, when it was tried
+        self.hung: tuple[int, ...] = ()  # hooks on the whole model
+        self.modules: list[nn.Module] = []  # whose own forward does not run
+        self.classes: list[type] = []  # of them
+        self.plain: list[type] = []  # and what FSDP2 has made those of
         self.tree: tuple[list, list, list] = [], [], []
         self.numbers: tuple[list, list, list] = [], [], []
         self.buffers: list[_Buffer] = []
@@ -143,6 +150,7 @@ class Patch:
         """
         with _isolated(self.model):
             plan.find(self)
+            self.hung = plan.around_the_whole(self)
             self.apply()
             try:
                 if audited:
@@ -158,6 +166,9 @@ class Patch:
         self.numbers, self.tensors = plan.numbers(self), plan.tensors(self.model)
         inner = [module for module in self.model.modules() if id(module) in self.inner]
         self.idle = [hooks for module in inner for hooks in plan.hooks_of(module) if not hooks]
+        self.silent = [vars(module) for module in inner if "forward" not in vars(module)]
+        self.modules = [*inner, *(change.module for change in self.changes)]
+        self.classes, self.plain = list(map(type, self.modules)), list(map(class_of, self.modules))
         with _isolated(self.model):
             self.frequencies = [
                 [module._buffers, name, value]
@@ -197,7 +208,19 @@ class Patch:
         parents, children, leaves = self.tree
         holders, names, values = self.numbers
         others = [tuple(c.values()) for c in parents] != children or any(leaves)
-        return others or any(self.idle) or list(map(dict.get, holders, names)) != values or self._recast()
+        others = others or any(self.idle) or any("forward" in own for own in self.silent)
+        others = others or self._of_other_classes()
+        return others or list(map(dict.get, holders, names)) != values or self._recast()
+
+    def _of_other_classes(self) -> bool:
+        """Whether a module whose own forward does not run is of another class now; FSDP2 makes one of each."""
+        now = list(map(type, self.modules))
+        if now == self.classes:
+            return False
+        if list(map(class_of, self.modules)) != self.plain:
+            return True
+        self.classes = now
+        return False
 
     def _recast(self) -> bool:
         """Whether rotary frequencies are others than when last looked at. A move to another device makes other tensors
@@ -249,9 +272,10 @@ class Patch:
                 self.renew()
 
     def check_tensors(self) -> None:
-        """As `check`, of what no forward looks for: 0.6 ms for 28 layers."""
+        """As `check`, of what no forward looks for: 0.6 ms for 28 layers. Hooks on the whole model are of it, which an
+        engine does not run: whoever only looks at a forward puts one on, and is not to be shown fake tensors."""
         with LOCK:
-            if plan.tensors(self.model) != self.tensors:
+            if plan.tensors(self.model) != self.tensors or plan.around_the_whole(self) != self.hung:
                 self.renew()
 
     def train(self) -> None:
