@@ -221,7 +221,7 @@ class Handle:
 
         input_ids       (B, S), or one packed row (1, T) or (T,)
         cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end, on any device: from
-                        the CPU on, no GPU is waited for
+                        the CPU on, and without position_ids, no GPU is waited for
         attention_mask  (B, S) of a batch padded left or right
         position_ids    (B, S), or several axes of them, equal but for images; without the two above, a sequence ends
                         where they do not go on by one. Of text they count from 0 in each sequence, as an engine's do
