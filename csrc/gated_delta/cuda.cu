@@ -80,11 +80,13 @@ void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_p
   allow_shared_memory(delta::wide_scan_kernel<T>, delta::kWideScanBytes<T>, device, wide_allowed);
   allow_shared_memory(delta::grads_kernel<T>, kGrads, device, grads_allowed);
   const dim3 columns(unsigned(args.hv * (args.dv_size / delta::kColumns)), unsigned(args.sequences));
-  if (wide)
+  if (wide) {
     delta::wide_scan_kernel<T><<<columns, delta::kWideThreads, delta::kWideScanBytes<T>, stream>>>(args, prepared);
-  else
+    VX_CUDA_CHECK(cudaGetLastError());
+  } else {
     delta::scan_kernel<T><<<columns, delta::kPassThreads, kScan, stream>>>(args, prepared);
-  VX_CUDA_CHECK(cudaGetLastError());
+    VX_CUDA_CHECK(cudaGetLastError());
+  }
   if (args.tokens == 0) return;
   delta::grads_kernel<T><<<dim3(unsigned(chunks), unsigned(args.hk)), kBackwardThreads, kGrads, stream>>>(args);
   VX_CUDA_CHECK(cudaGetLastError());
