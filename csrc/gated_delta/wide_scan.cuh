@@ -146,29 +146,8 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    const bool of_k = warp == 8;
     if (warp > 9) return;
-    for (int turn = 0; turn < chunks; ++turn) {
-      const int n = turn % 2, use = turn / 2, last = last_of(turn);
-      const int64_t row = row_of(turn);
-      const Prepared& from = prepared[place_of(turn)];
-      Passed& there = (of_k ? sh.k_there : sh.q_there)[n];
-      if (use) (of_k ? sh.k_free : sh.q_free)[n].wait(use - 1);
-      if (of_k) {
-        bring_rows<kDepth>(sh.k[n], static_cast<const T*>(args.k) + row * args.k_row + hk * args.k_head, args.k_row, last);
-      } else {
-        bring_rows<kDepth>(sh.q[n], static_cast<const T*>(args.q) + row * args.q_row + hk * args.q_head, args.q_row, last);
-        bring_rows<kColumns>(sh.dout[n], static_cast<const T*>(args.dout) + row * v_step + int64_t(h) * args.dv_size + c0, v_step, last);
-      }
-      there.arrive_behind(of_k ? sizeof(sh.of_k[n]) : sizeof(sh.of_q[n]));
-      if (lane == 0) {
-        if (of_k)
-          copy_bulk(&sh.of_k[n], &from.k, sizeof(sh.of_k[n]), there.address());
-        else
-          copy_bulk(&sh.of_q[n], &from.q, sizeof(sh.of_q[n]), there.address());
-      }
-      __syncwarp();
-    }
+    bring_chunks<T>(sh, sh.dout, warp == 8, args, prepared, chunks, hk, h, c0, row_of, last_of, place_of);
     return;
   }
 
