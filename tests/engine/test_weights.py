@@ -13,6 +13,7 @@ from vexact_engine.weights import fetch, random
 from vexact_engine.weights.load import default_device
 from vexact_engine.weights.load import load as load_somewhere
 from vexact_engine.weights.random import load_random, own_generators
+from vexact_engine.weights.tokenizer import load_tokenizer
 from vexact_engine.weights.update import apply_update, plan_update
 
 load = functools.partial(load_somewhere, device="cpu")
@@ -150,6 +151,39 @@ def test_gguf(tmp_path, capfd):
         assert text == byte_tokenizer()("é").input_ids
         assert found.eos_token_ids == (2,) and found.model.config.tie_word_embeddings
     assert capfd.readouterr().err == ""  # no bars where there is no terminal
+
+
+def test_gguf_of_several_ends(tmp_path):
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m.gguf", model, more=lambda w: (w.add_eot_token_id(7), w.add_eom_token_id(9)))
+    assert load(tmp_path).eos_token_ids == (2, 7, 9)
+
+
+@pytest.mark.parametrize("pre, said", [("gpt-2", False), ("smollm", False), ("qwen2", False), ("of-next-year", True)])
+def test_gguf_of_another_split_of_texts(pre, said, tmp_path, caplog):
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m.gguf", model, more=lambda w: w.add_tokenizer_pre(pre))
+    load(tmp_path)
+    assert (f"passes over tokenizer.ggml.pre {pre!r}" in caplog.text) is said
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_gguf_of_texts_without_a_space_before_them(adds, tmp_path, caplog):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * 259 + [-1.0, -2.0, -3.0])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 3)
+    writer.add_bos_token_id(1)
+    writer.add_add_space_prefix(adds)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = load_tokenizer(tmp_path / "m.gguf", None)
+    assert found.tokenize("a") == ["\u2581a"]
+    assert ("passes over tokenizer.ggml.add_space_prefix False" in caplog.text) is not adds
 
 
 def test_gguf_with_a_tensor_missing(tmp_path):

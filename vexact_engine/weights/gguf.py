@@ -49,9 +49,15 @@ _SIGMOID = "minimax-m2"  # of the architectures with experts the one whose route
 _BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 
-def check_gguf(path: Path, model: torch.nn.Module) -> None:
+_ENDS = "eos", "eot", "eom"  # of a text, of a turn, of a message: each ends an answer
+# Whose texts GPT-2's own split serves: some cut digits apart beforehand, which vocabularies made so have no pairs of.
+_GPT2S = ("command-r", "exaone", "gpt-2", "mpt", "olmo", "phi-2", "refact", "roberta-bpe", "smollm", "starcoder")
+
+
+def check_gguf(path: Path, model: torch.nn.Module) -> list[int]:
     """Compare a file with the model that transformers has made of it.
 
+    returns  the ids that end an answer, of which transformers reads the first alone
     raises   ValueError naming metadata or tensors of the file that the model has nothing of
     """
     header = _read(path)
@@ -61,6 +67,25 @@ def check_gguf(path: Path, model: torch.nn.Module) -> None:
             f"weights: {path}: transformers, which reads GGUF files here, passes over {'; '.join(found)}: the "
             f"{type(model).__name__} would be another model than the file's: load its directory of safetensors"
         )
+    ends = (header.values.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
+    return [end for end in ends if isinstance(end, int)]
+
+
+def tokenized_otherwise(path: Path, tokenizer: Any) -> list[str]:
+    """What a file says of its tokenizer and the one that transformers has made of it does not do."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    values, backend = _read(path).values, getattr(tokenizer, "backend_tokenizer", None)
+    kind, pre, found = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre"), []
+    if backend is None:
+        return found
+    if kind == "gpt2" and isinstance(backend.pre_tokenizer, ByteLevel) and pre not in (None, *_GPT2S):
+        found.append(f"tokenizer.ggml.pre {pre!r} (texts are split as GPT-2's)")
+    if kind == "llama" and values.get("tokenizer.ggml.add_space_prefix") is False:
+        alone = tokenizer.encode("a", add_special_tokens=False)
+        if tokenizer.convert_ids_to_tokens(alone)[0].startswith("\u2581"):
+            found.append("tokenizer.ggml.add_space_prefix False")
+    return found
 
 
 @dataclass(frozen=True)
