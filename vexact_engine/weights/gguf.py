@@ -258,10 +258,10 @@ def _numbers(header: _Header, model: torch.nn.Module) -> list[str]:
         if value is not None and not any(_near(value, getattr(config, name, None)) for name in _EPSILONS):
             left[key] = value
     if not hasattr(config, "kv_lora_rank") and header.arch != "gemma4":  # whose layers differ
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         for key in ("attention.key_length", "attention.value_length"):
-            if header.get(key) not in (None, head):
-                left[key] = header.get(key)
+            size = header.get(key)
+            if size and size != (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads):
+                left[key] = size
     gates = header.get("expert_gating_func")
     if gates and gates != (2 if header.arch == _SIGMOID else 1):
         left["expert_gating_func"] = gates
