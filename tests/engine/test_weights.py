@@ -167,6 +167,18 @@ def test_gguf_of_another_split_of_texts(pre, said, tmp_path, caplog):
     assert (f"passes over tokenizer.ggml.pre {pre!r}" in caplog.text) is said
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gguf_of_several_files(parts, tmp_path):
+    """The second one has the head alone: without it the first is whole, of a model that ties its head."""
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m-00001-of-00002.gguf", model, more=lambda w: w.add_uint16("split.count", parts))
+    if parts == 1:
+        load(tmp_path, tokenizer=False)
+        return
+    with pytest.raises(ValueError, match="one of 2 files of one model"):
+        load(tmp_path, tokenizer=False)
+
+
 @pytest.mark.parametrize("adds", [True, False])
 def test_gguf_of_texts_without_a_space_before_them(adds, tmp_path, caplog):
     gguf = pytest.importorskip("gguf")

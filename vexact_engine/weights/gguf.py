@@ -61,6 +61,11 @@ def check_gguf(path: Path, model: torch.nn.Module) -> list[int]:
     raises   ValueError naming metadata or tensors of the file that the model has nothing of
     """
     header = _read(path)
+    if (parts := header.values.get("split.count", 1)) > 1:  # without its output.weight it would be a tied model
+        raise ValueError(
+            f"weights: {path}: one of {parts} files of one model, of which transformers reads this one alone: merge "
+            "them (llama-gguf-split --merge), or load its directory of safetensors"
+        )
     found = [*_tensors(header, model), *_numbers(header, model)]
     if found:
         raise ValueError(
