@@ -116,7 +116,8 @@ class Completion:
     weight_version    version of the weights that gave the last token; `weight_versions` has it for every token
     top_logprobs      for each token {id: log-probability} of the likeliest ids, if `num_top_logprobs` asked for them
     prompt_logprobs   of each of the prompt's tokens at temperature 1, if `prompt_logprobs` asked for them: None for the
-                      first, which follows nothing, and for those not yet computed
+                      first, which follows nothing, and for those not yet computed. Of one version of the weights,
+                      that of the first token where there is one
     prompt_top_logprobs   at the same places {id: log-probability} of the likeliest ids, if `num_prompt_top_logprobs`
                       asked for them
     error             why, where finish_reason is "error", or "length" for want of cache
@@ -177,6 +178,8 @@ class PartialOutput:
     top_logprobs: list[dict[int, float]] | None = None
     sent_text: int = 0
     done: bool = False
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
 class Request:
@@ -325,6 +328,10 @@ class Sequence:
         self.token_times += [self.request.arrived] * len(partial.token_ids)
         if self.top_logprobs is not None:
             self.top_logprobs += partial.top_logprobs or []
+        if self.prompt_logprobs is not None and partial.prompt_logprobs is not None:
+            self.prompt_logprobs = list(partial.prompt_logprobs)
+        if self.prompt_top_logprobs is not None and partial.prompt_top_logprobs is not None:
+            self.prompt_top_logprobs = list(partial.prompt_top_logprobs)
         if partial.done:
             self.finish("abort")
 

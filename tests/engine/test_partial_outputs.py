@@ -80,6 +80,18 @@ def test_what_comes_is_what_would_have_come(engine, whole, counts):
         assert partial.logprobs + [p for i in own for p in i.logprobs] == expected.logprobs
 
 
+def test_what_the_prompt_scores_is_of_the_weights_that_drew_the_first_token(engine):
+    """And so of no weights here, where others had it begun."""
+    params = replace(PARAMS, n=1, prompt_logprobs=True, num_prompt_top_logprobs=1)
+    whole = streamed(engine, params)
+    (partial,) = after(whole, [5])
+    partial.prompt_logprobs = [None, *(value - 1 for value in whole[1][0].prompt_logprobs[1:])]
+    partial.prompt_top_logprobs = [None, *({7: -9.0} for _ in PROMPT[1:])]
+    _, (done,) = streamed(engine, params, [partial])
+    assert done.prompt_logprobs == partial.prompt_logprobs and bits(done) == bits(whole[1][0])
+    assert done.prompt_top_logprobs == partial.prompt_top_logprobs
+
+
 def test_a_stop_string_is_looked_for_across_the_break(engine, whole):
     text = whole[1][0].text
     stop = text[9:12]

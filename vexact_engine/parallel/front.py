@@ -471,6 +471,8 @@ class Front:
         job.texts[news.index] += news.text
         if news.top_logprobs is not None:
             partial.top_logprobs = (partial.top_logprobs or []) + news.top_logprobs
+        if news.prompt_logprobs is not None:  # with the first alone
+            partial.prompt_logprobs, partial.prompt_top_logprobs = news.prompt_logprobs, news.prompt_top_logprobs
         if done is not None:
             job.finish(done)
             partial.done = True

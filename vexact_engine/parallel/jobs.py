@@ -103,6 +103,8 @@ class Job:
                     text=self.texts[index],
                     weight_version=versions[-1] if versions else version,
                     top_logprobs=partial.top_logprobs,
+                    prompt_logprobs=partial.prompt_logprobs,
+                    prompt_top_logprobs=partial.prompt_top_logprobs,
                     request_id=self.name,
                     index=index,
                     seed=self.params.seed,

@@ -280,7 +280,9 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     if hasattr(transformers, "GgufConfig"):  # where it exists, blocks might otherwise stay packed
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = _from_pretrained(str(path.parent), dtype, str(path), False, **options)
-    check_gguf(path, model)
+    ends = check_gguf(path, model)
+    if ends and model.generation_config is not None:
+        model.generation_config.eos_token_id = ends
     return model
 
 

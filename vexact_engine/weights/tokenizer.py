@@ -48,13 +48,13 @@ def load_tokenizer(source: "str | os.PathLike", tokenizer: Any = None, *, trust_
 def _beside(name: str, trust: bool) -> Any:
     path = Path(name).expanduser()
     if path.is_file():
-        return _made(str(path.parent), str(path), trust, gguf_file=path.name)
+        return _of_gguf(path, trust)
     if not path.is_dir():
         path = snapshot(name)
     check_kinds(path)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1 and not (path / "config.json").exists():
-        return _made(str(path), str(ggufs[0]), trust, gguf_file=ggufs[0].name)
+        return _of_gguf(ggufs[0], trust)
     if not any((path / file).exists() for file in FILES):
         return None
     if not trust and (code := _own_code(path)):
@@ -71,6 +71,19 @@ def _beside(name: str, trust: bool) -> Any:
         log.warning(
             "weights: %s: chat_template: that of %s is read, as transformers does, and not tokenizer_config.json's, "
             "which is another", name, _TEMPLATE,
+        )  # fmt: skip
+    return made
+
+
+def _of_gguf(path: Path, trust: bool) -> Any:
+    from .gguf import tokenized_otherwise
+
+    made = _made(str(path.parent), str(path), trust, gguf_file=path.name)
+    if left := tokenized_otherwise(path, made):
+        log.warning(
+            "weights: %s: transformers, which reads its tokenizer, passes over %s: texts may get other token ids than "
+            "the model was made for; token ids as prompts stay as they are. tokenizer= (--tokenizer) takes another "
+            "one", path, "; ".join(left),
         )  # fmt: skip
     return made
 
