@@ -126,7 +126,7 @@ class WeightUpdate:
     def open(self, offer: "m.Offer") -> None:
         """Memory of another process, that the next buckets lie in. HandoverFailed."""
         self._check()
-        self._beside(lambda: self._worker.open(offer))
+        self._call_here(lambda: self._worker.open(offer))
 
     def take(self, bucket: "m.Bucket") -> Reading:
         """`write` of what lies there, but that it may be reused once that is done. HandoverFailed where it is not what
@@ -162,7 +162,7 @@ class WeightUpdate:
     def __exit__(self, *exception) -> None:
         self.abandon()
 
-    def _beside(self, function: Callable[[], object]) -> Any:
+    def _call_here(self, function: Callable[[], object]) -> Any:
         """In this thread where the worker can, between two steps where it cannot."""
         return self._loop.call_here(function) if self._worker.takes_in_caller else self._loop.call(function)
 
@@ -173,7 +173,7 @@ class WeightUpdate:
             self._check()
             return function()
 
-        return self._beside(put)
+        return self._call_here(put)
 
     def _check(self) -> None:
         if self._over:

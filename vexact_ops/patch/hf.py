@@ -336,6 +336,8 @@ class Handle:
         if patch.vision is None:
             raise ValueError(f"encode: {type(patch.model).__name__} has no image encoder")
         check_pixels("encode", pixel_values, patch.vision.width)
+        if pixel_values.device.type == "cpu":  # where a processor makes them
+            pixel_values = pixel_values.to(next(self.tower.parameters()).device)
         return encode(patch.vision, patch.base, pixel_values, grids_of("encode", image_grid_thw, patch.vision.merge))
 
     @property
