@@ -133,7 +133,7 @@ class Replica:
     facts: dict[str, Any] = field(default_factory=dict)
     load: Load = NO_LOAD
     stats: dict[str, Any] = field(default_factory=dict)  # as last heard of
-    past: dict[str, Any] = field(default_factory=dict)  # of those that partial its place before
+    past: dict[str, Any] = field(default_factory=dict)  # of those that had its place before
     answers: dict[int, Answer] = field(default_factory=dict)
     stats_answer: Answer | None = None
     owes: dict[int, float] = field(default_factory=dict)
