@@ -6,6 +6,7 @@
 #include "gated_delta/decode.cuh"
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
+#include "gated_delta/wide_scan.cuh"
 
 namespace vx {
 namespace {
@@ -69,16 +70,20 @@ void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta:
 }
 
 template <class T>
-void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_prepared, int64_t chunks, int device,
-            cudaStream_t stream) {
+void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_prepared, bool wide, int64_t chunks,
+            int device, cudaStream_t stream) {
   if (!is_prepared) prepare<T>(args, prepared, device, stream);
   constexpr int kScan = sizeof(delta::ScanShared<T>), kGrads = delta::kGradsBytes<T>;
   static_assert(kScan <= 227 << 10 && kGrads <= 227 << 10);
-  static std::atomic<uint64_t> scan_allowed{0}, grads_allowed{0};
+  static std::atomic<uint64_t> scan_allowed{0}, wide_allowed{0}, grads_allowed{0};
   allow_shared_memory(delta::scan_kernel<T>, kScan, device, scan_allowed);
+  allow_shared_memory(delta::wide_scan_kernel<T>, delta::kWideScanBytes<T>, device, wide_allowed);
   allow_shared_memory(delta::grads_kernel<T>, kGrads, device, grads_allowed);
   const dim3 columns(unsigned(args.hv * (args.dv_size / delta::kColumns)), unsigned(args.sequences));
-  delta::scan_kernel<T><<<columns, delta::kPassThreads, kScan, stream>>>(args, prepared);
+  if (wide)
+    delta::wide_scan_kernel<T><<<columns, delta::kWideThreads, delta::kWideScanBytes<T>, stream>>>(args, prepared);
+  else
+    delta::scan_kernel<T><<<columns, delta::kPassThreads, kScan, stream>>>(args, prepared);
   VX_CUDA_CHECK(cudaGetLastError());
   if (args.tokens == 0) return;
   delta::grads_kernel<T><<<dim3(unsigned(chunks), unsigned(args.hk)), kBackwardThreads, kGrads, stream>>>(args);
@@ -265,8 +270,8 @@ void check_out(const Tensor& out, const Tensor& like, const char* name) {
 // it has been; else it is written here.
 void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
                           Tensor cu_seqlens, Tensor states, Tensor us, Tensor prepared, bool is_prepared, double scale,
-                          bool l2norm, Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta,
-                          std::optional<Tensor> dinitial) {
+                          bool l2norm, bool wide, Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg,
+                          Tensor dbeta, std::optional<Tensor> dinitial) {
   const GatedDeltaChunks rows = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   delta::Prepared* const between = prepared_of(prepared, rows);
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(data(dout)) % 16 == 0, "gated_delta: dout: expected a 16-byte boundary");
@@ -286,9 +291,9 @@ void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, T
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, between, is_prepared, chunks, device, stream);
+    launch<__nv_bfloat16>(args, between, is_prepared, wide, chunks, device, stream);
   else
-    launch<__half>(args, between, is_prepared, chunks, device, stream);
+    launch<__half>(args, between, is_prepared, wide, chunks, device, stream);
 }
 
 // Whole sequences, or with slots those of more than one row; a block takes this many columns.

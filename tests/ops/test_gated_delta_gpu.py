@@ -26,3 +26,18 @@ def test_kernels_of_whole_sequences_have_the_canonical_bits(dtype, batch):
         return *out, *torch.autograd.grad(out, leaves, (dout, dfinal))
 
     assert_bitwise(run("cuda"), run("triton"))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90 GPU"
+)
+@pytest.mark.parametrize("crowded", [False, True], ids=["few blocks", "more than run at once"])
+@pytest.mark.parametrize("part", ["decode", "chunks", "whole", "backward"])
+def test_every_kernel_has_the_canonical_bits(part, crowded):
+    """Those too that a race leaves aside, on what admission tries them on."""
+    from vexact_ops.gated_delta import cuda
+
+    for case in cuda._cases(torch.device("cuda", 0), part, torch.bfloat16, 2, 4, 128, 128, True, crowded):
+        expected = cuda._verified(part, "triton", *case)
+        for tile in cuda.TILES[part]:
+            assert_bitwise(cuda._verified(part, f"sm90 {part} {tile}", *case), expected)

@@ -1,9 +1,10 @@
 """The GPU's own class on SM90: 16-bit inputs by the kernels of csrc/gated_delta, the rest by the Triton kernels.
 
 Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whole sequences (whole.cuh) and the backward
-(scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton kernels, and what they
-leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes is raced, once for
-few blocks and once for more than the GPU runs at once; that kernel is a candidate for whole sequences too.
+(scan.cuh or wide_scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton
+kernels, and what they leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes
+is raced, and which kernel goes through the backward's sequences, once for few blocks and once for more than the GPU
+runs at once; the kernel of chunks is a candidate for whole sequences too.
 """
 
 import functools
@@ -23,8 +24,8 @@ from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
-# columns of a head in a block
-TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32",)}
+# columns of a head in a block; wide: by the warpgroup instruction
+TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32", "32 wide")}
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -169,7 +170,7 @@ def _gradients(name, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, 
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
     own = torch.empty_like(states), torch.empty_like(us)
     between = _prepared(v, cu_seqlens) if prepared is None else prepared
-    options = prepared is not None, scale, l2norm
+    options = prepared is not None, scale, l2norm, name.endswith("wide")
     _native().backward(dout, dfinal, *rows, states, us, between, *options, *own, *grads, dinitial)
     return *grads, dinitial
 
