@@ -1,5 +1,7 @@
 // archs: 90a
 // Bindings and launches of gated_delta on SM90: bf16 and fp16, rows and slots on 16-byte boundaries.
+#include <algorithm>
+
 #include "common/cuda.h"
 #include "common/values.h"
 #include "gated_delta/chunks.cuh"
@@ -172,8 +174,9 @@ void check_out(const Tensor& out, const Tensor& v) {
 // One row of each sequence that has one in this call; the others are left to another kernel.
 void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor open_k, Tensor open_u,
                         Tensor open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm,
-                        Tensor out) {
+                        int64_t ahead, Tensor out) {
   GatedDeltaDecode args{};
+  args.ahead = int(std::clamp<int64_t>(ahead, 0, 1 << 20));
   fill_rows(args, q, k, v, g, beta, cu_seqlens_q, scale, l2norm);
   fill_slots(args, q, state, open_k, open_u, open_g, slots, context_lens);
   args.open_k = mutable_data(open_k), args.open_g = static_cast<float*>(mutable_data(open_g));
@@ -267,7 +270,7 @@ void check_out(const Tensor& out, const Tensor& like, const char* name) {
 }
 
 // All gradients, from what gated_delta_whole or gated_delta_chunks keeps. prepared: as gated_delta_whole writes it, where
-// it has been; else it is written here.
+// it has been; else it is written here. wide: the scan by the warpgroup instruction.
 void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
                           Tensor cu_seqlens, Tensor states, Tensor us, Tensor prepared, bool is_prepared, double scale,
                           bool l2norm, bool wide, Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg,

@@ -4,7 +4,8 @@ Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whol
 (scan.cuh or wide_scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton
 kernels, and what they leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes
 is raced, and which kernel goes through the backward's sequences, once for few blocks and once for more than the GPU
-runs at once; the kernel of chunks is a candidate for whole sequences too.
+runs at once; the kernel of chunks is a candidate for whole sequences too. So is whether blocks of single rows ask the
+L2 cache for what later ones read.
 """
 
 import functools
@@ -24,8 +25,8 @@ from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
-# columns of a head in a block; wide: by the warpgroup instruction
-TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32", "32 wide")}
+# columns of a head in a block; ahead: for later sequences the L2 cache is asked; wide: by the warpgroup instruction
+TILES = {DECODE: ("64", "64 ahead"), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32", "32 wide")}
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -124,6 +125,12 @@ def _tile(name: str) -> list[int]:
     return [int(word) for word in name.split() if word.isdecimal()]
 
 
+def _ahead(v: Tensor) -> int:
+    """Sequences between a block and those that it asks the L2 cache for: half of the blocks that run at once, 64
+    columns each, which is longer than memory takes and less than a third of the cache."""
+    return -(-2 * gpu.multiprocessors(v.device) // (v.shape[1] * v.shape[2] // 64))
+
+
 def _prepared(v: Tensor, offsets: Tensor) -> Tensor:
     chunks = v.shape[0] // CHUNK + offsets.shape[0] - 1
     return torch.empty(chunks * v.shape[1] * PREPARED, dtype=torch.float32, device=v.device)
@@ -182,7 +189,8 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
         run = triton.paged_tokens if part == DECODE else triton.paged_chunks
         run(q, k, v, g.contiguous(), beta.float().contiguous(), where, memory[0].shape[0], offsets, scale, l2norm, out)
     elif part == DECODE:
-        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, out)
+        ahead = _ahead(v) if name.endswith("ahead") else 0
+        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, ahead, out)
     else:
         rows, of = (q, k, v, g, beta, offsets), (*memory, slots, context_lens)
         _native().chunks(*rows, None, None, None, None, *of, scale, l2norm, *_tile(name), out)
@@ -205,7 +213,7 @@ def _decision(
         [Candidate(name, functools.partial(_verified, part, name), source) for name in names],
         Candidate("triton", functools.partial(_verified, part, "triton"), digest.canonical("gated_delta")),
         lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded),
-        None if part == DECODE else functools.partial(_race, part),
+        functools.partial(_race, part),
     )
 
 
@@ -310,7 +318,7 @@ def _race(part: str, candidates, case) -> list[float | Exception]:
     rows, memory, step, initial, l2norm = case
     wide = *rows[:4], rows[4].float()
     whole = *wide, step[2], initial, 0.3, l2norm
-    if part == CHUNKS:
+    if part in (DECODE, CHUNKS):
         out = torch.empty_like(rows[2])
         run, given = functools.partial(_paged, part), (*rows, memory, step, 0.3, l2norm, out)
     elif part == WHOLE:
