@@ -5,7 +5,8 @@
 // chunk's last row. 128 x 128 heads of bf16 take 52 KB of shared memory, so that four blocks run on a multiprocessor
 // and one's arithmetic hides behind the others' copies. The keys come first, for the products among keys run while the
 // state arrives; w take their place once these are done. So that memory rests at neither wait, blocks may ask the L2 cache
-// for what a later sequence's read, as long runs of bytes: no bit depends on that.
+// for what a later sequence's read, as long runs of bytes, and the first ones, which come up while the kernel before still
+// runs, for what they read themselves: no bit depends on that.
 #pragma once
 #include "gated_delta/mma.cuh"
 
@@ -27,7 +28,7 @@ struct GatedDeltaDecode {
   const int32_t *slots, *context_lens, *offsets;
   void* out;  // (tokens, hv, dv)
   int sequences, slot_count, tokens, hk, hv, dk, dv;
-  int ahead;  // how many sequences later the one is for which the L2 cache is asked; 0: it is asked for nothing
+  int ahead;  // how many sequences later the one is for which the L2 cache is asked, twice as many run at once; 0: it is not
   float scale;
   bool l2norm;
 };
@@ -52,20 +53,21 @@ struct DecodeShared {
 __device__ __forceinline__ void into_l2(const void* from, int64_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(uint32_t(bytes)) : "memory");
 }
-// This block's share of what the blocks of sequence b read of its slot: every so many-th open row of all heads, the w
-// alone or the keys too, and as much of the state as a block reads.
+// This block's share of what the blocks of sequence b read of its slot: every so many-th open row of all heads, and as much
+// of the state as a block reads. The slot and the length may be those of another call, where what writes them still runs:
+// from L2, that no such value stays in L1.
 template <class T, int DK>
-__device__ __forceinline__ void ask_for(const GatedDeltaDecode& args, int b, bool w_alone) {
+__device__ __forceinline__ void ask_for(const GatedDeltaDecode& args, int b) {
   if (b >= args.sequences) return;
-  const int length = args.context_lens[b], slot = args.slots[b];
+  const int length = __ldcg(args.context_lens + b), slot = __ldcg(args.slots + b);
   if (length < 1 || slot < 0 || slot >= args.slot_count) return;
   const int64_t k_step = int64_t(args.hk) * DK, w_step = int64_t(args.hv) * args.dv;
   for (int j = blockIdx.x; j < (length - 1) % kChunk; j += gridDim.x) {
+    into_l2(static_cast<const T*>(args.open_k) + slot * args.k_slot + j * k_step, k_step * sizeof(T));
     into_l2(args.open_w + slot * args.w_slot + j * w_step, w_step * sizeof(float));
-    if (!w_alone) into_l2(static_cast<const T*>(args.open_k) + slot * args.k_slot + j * k_step, k_step * sizeof(T));
   }
   constexpr int kShare = DK * kDecodeColumns;
-  if (!w_alone && length > kChunk)
+  if (length > kChunk)
     into_l2(args.state + slot * args.state_slot + int64_t(blockIdx.x) * kShare, kShare * sizeof(float));
 }
 
@@ -83,6 +85,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
   const int b = blockIdx.y, splits = args.dv / kColumns, h = blockIdx.x / splits, c0 = blockIdx.x % splits * kColumns;
   const int group = args.hv / args.hk, hk = h / group;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, gid = lane / 4, tig = lane % 4;
+  if (tid == 0 && b < 2 * args.ahead) ask_for<T, DK>(args, b);
   sm90::wait_for_kernel_before();
   sm90::let_kernel_after_start();
   const int t = args.offsets[b], behind = args.offsets[b + 1], length = args.context_lens[b], slot = args.slots[b];
@@ -149,9 +152,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
       sh.g[i] = g;
       if (appends && c0 == 0) open_g[int64_t(i) * args.hv] = g;
     }
-  } else if (lane == 0 && args.ahead) {
-    if (b < args.ahead) ask_for<T, DK>(args, b, true);  // nobody has: at least not after the keys alone
-    ask_for<T, DK>(args, b + args.ahead, false);
+  } else if (lane == 0 && args.ahead && b >= args.ahead) {
+    ask_for<T, DK>(args, b + args.ahead);
   }
   copies_wait<1>();
   __syncthreads();

@@ -126,8 +126,8 @@ def _tile(name: str) -> list[int]:
 
 
 def _ahead(v: Tensor) -> int:
-    """Sequences between a block and those that it asks the L2 cache for: half of the blocks that run at once, 64
-    columns each, which is longer than memory takes and less than a third of the cache."""
+    """Sequences between a block and those that it asks the L2 cache for: half of those whose blocks, of 64 columns
+    each, run at once. Longer than memory takes, and a third of the cache."""
     return -(-2 * gpu.multiprocessors(v.device) // (v.shape[1] * v.shape[2] // 64))
 
 
