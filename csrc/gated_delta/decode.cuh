@@ -242,42 +242,59 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
   }
   if (!kept || i != kChunk - 1) return;
 
-  // The chunk's last row: the state at its end. Keys are read again, for w has taken their place.
+  // The chunk's last row: the state at its end. Keys are read again, for w has taken their place: a thread's dims lie side by
+  // side, so that a row's are one load, and its w serve all of them. No sum depends on which of the unit's rows it is.
   __syncthreads();
-  for (int m0 = 16 * warp; m0 < DK; m0 += 16 * (kThreads / 32)) {
-    float d[kColumns / 8][4] = {};
+  constexpr int kSteps = DK <= 128 ? 2 : 4;             // of eight rows, whose keys are loaded at once
+  constexpr int kTiles = DK / 64, kDims = 2 * kTiles;  // of 16 dims of a warp's; a thread's: rows gid and gid + 8 of each
+  struct alignas(2 * kDims) Dims {
+    T x[kDims];
+  };
+  const int r0 = (8 * warp + gid) * kDims;
+  float d[kTiles][kColumns / 8][4] = {};
 #pragma unroll 1
-    for (int j0 = tig; j0 < kChunk; j0 += kChunk / 2) {
-      constexpr int kSteps = kChunk / 16;
-      float keys[kSteps][4];
+  for (int j0 = tig; j0 < kChunk; j0 += 8 * kSteps) {
+    Dims keys[kSteps][2];
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s)
+    for (int s = 0; s < kSteps; ++s)
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const int j = j0 + 8 * s + 4 * (m / 2);
-          keys[s][m] = widen((j == i ? k : open_k + j * k_step)[m0 + gid + 8 * (m % 2)]);
-        }
+      for (int m = 0; m < 2; ++m) {
+        const int j = j0 + 8 * s + 4 * m;
+        if (j != i)
+          keys[s][m] = *reinterpret_cast<const Dims*>(open_k + j * k_step + r0);
+        else
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int j = j0 + 8 * s;
-        const float e0 = exp_term(here - sh.g[j]), e1 = exp_term(here - sh.g[j + 4]);
+          for (int n = 0; n < kDims; ++n) keys[s][m].x[n] = k[r0 + n];
+      }
 #pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) {
-          const int column = placed(j, 8 * n + gid);
-          product(d[n], keys[s], rounded(e0 * sh.w[j][column]), rounded(e1 * sh.w[j + 4][column]));
-        }
+    for (int s = 0; s < kSteps; ++s) {
+      const int j = j0 + 8 * s;
+      const float e0 = exp_term(here - sh.g[j]), e1 = exp_term(here - sh.g[j + 4]);
+      float a[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int m = 0; m < 4; ++m) a[t][m] = widen(keys[s][m / 2].x[2 * t + m % 2]);
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const int column = placed(j, 8 * n + gid);
+        const float b0 = rounded(e0 * sh.w[j][column]), b1 = rounded(e1 * sh.w[j + 4][column]);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) product(d[t][n], a[t], b0, b1);
       }
     }
+  }
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const int r = m0 + gid + 8 * m, column = 8 * n + 2 * tig;
+        const int r = r0 + 2 * t + m, column = 8 * n + 2 * tig;
         const float* const old = &sh.s[r][placed(r, column)];
-        *reinterpret_cast<float2*>(state + int64_t(r) * args.dv + column) =
-            float2{fmaf(decay, old[0], d[n][2 * m]), fmaf(decay, old[1], d[n][2 * m + 1])};
+        const float2 two{fmaf(decay, old[0], d[t][n][2 * m]), fmaf(decay, old[1], d[t][n][2 * m + 1])};
+        __stcg(reinterpret_cast<float2*>(state + int64_t(r) * args.dv + column), two);
       }
-  }
 #endif
 }
 
