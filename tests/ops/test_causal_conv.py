@@ -105,7 +105,7 @@ def test_any_split_of_one_alone_has_trainings_bits(device, backend, dtype, data,
 @DTYPES
 @pytest.mark.parametrize("width,aligned", [(4, True), (4, False), (3, True)], ids=["4 taps", "4 off a boundary", "3"])
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 1, 1), (3, 0, 0, 1, 1)], ids=["a row each", "unevenly"])
-def test_as_many_rows_as_sequences_have_the_bits_of_more(device, backend, dtype, width, aligned, lengths):
+def test_as_many_rows_as_sequences_on_a_gpu_have_the_bits_of_more(device, backend, dtype, width, aligned, lengths):
     """Outputs and rings: with another sequence in the call, of two rows, other kernels compute it on a GPU."""
     draw = torch.Generator().manual_seed(5)
     x, bias = (torch.randn(*s, generator=draw).to(device, dtype) for s in ((7, 70), (70,)))

@@ -210,7 +210,7 @@ def test_a_sigmoid_gate_is_rounded_before_the_product(device, backend, dtype):
 @BACKENDS
 @DTYPES
 @pytest.mark.parametrize("heads,width", [(3, 16), (1, 5), (4, 300)])
-def test_a_gate_of_heads_in_wider_rows_is_read_where_it_lies(device, backend, dtype, heads, width):
+def test_a_gpu_reads_a_gate_of_heads_in_wider_rows_where_it_lies(device, backend, dtype, heads, width):
     """As attention's: every other head's width of a part of a projection. Outputs and gradients are those of a copy."""
     projection = tricky(7, 2 * heads * width + 8, seed=3, dtype=dtype, device=device)
     gate = projection[:, 8:].unflatten(1, (heads, 2 * width))[..., width:]
