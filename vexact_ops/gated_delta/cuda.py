@@ -4,7 +4,8 @@ Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whol
 (scan.cuh or wide_scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton
 kernels, and what they leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes
 is raced, and which kernel goes through the backward's sequences, once for few blocks and once for more than the GPU
-runs at once; the kernel of chunks is a candidate for whole sequences too.
+runs at once; the kernel of chunks is a candidate for whole sequences too. So is whether blocks of single rows ask the
+L2 cache for what later ones read.
 """
 
 import functools
@@ -24,8 +25,8 @@ from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
-# columns of a head in a block; wide: by the warpgroup instruction
-TILES = {DECODE: ("64",), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32", "32 wide")}
+# columns of a head in a block; ahead: for later sequences the L2 cache is asked; wide: by the warpgroup instruction
+TILES = {DECODE: ("64", "64 ahead", "128 ahead"), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32", "32 wide")}
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -119,9 +120,21 @@ def paged_fwd(
     return out
 
 
+def tiles(part: str, dk: int, dv: int) -> list[str]:
+    """Those of a part's that there are for such heads."""
+    wide = part != DECODE or (dk == 128 and dv % 128 == 0)
+    return [tile for tile in TILES[part] if wide or not tile.startswith("128")]
+
+
 def _tile(name: str) -> list[int]:
     """Numbers that a kernel's name ends in: TILES."""
     return [int(word) for word in name.split() if word.isdecimal()]
+
+
+def _ahead(v: Tensor) -> int:
+    """Sequences between a block and those that it asks the L2 cache for: half of those whose blocks, of 64 columns
+    each or half as many of 128, run at once. Longer than memory takes, and a third of the cache."""
+    return -(-2 * gpu.multiprocessors(v.device) // (v.shape[1] * v.shape[2] // 64))
 
 
 def _prepared(v: Tensor, offsets: Tensor) -> Tensor:
@@ -182,7 +195,9 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
         run = triton.paged_tokens if part == DECODE else triton.paged_chunks
         run(q, k, v, g.contiguous(), beta.float().contiguous(), where, memory[0].shape[0], offsets, scale, l2norm, out)
     elif part == DECODE:
-        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, out)
+        ahead = _ahead(v) if name.endswith("ahead") else 0
+        options = scale, l2norm, *_tile(name), ahead
+        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, *options, out)
     else:
         rows, of = (q, k, v, g, beta, offsets), (*memory, slots, context_lens)
         _native().chunks(*rows, None, None, None, None, *of, scale, l2norm, *_tile(name), out)
@@ -198,14 +213,14 @@ def _decision(
 ) -> Proposal:
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
     kinds = (WHOLE, CHUNKS) if part == WHOLE else (part,)
-    names = [f"sm90 {kind} {tile}" for kind in kinds for tile in TILES[kind]]
+    names = [f"sm90 {kind} {tile}" for kind in kinds for tile in tiles(kind, dk, dv)]
     sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}{' crowded' if crowded else ''}"
     return Proposal(
         f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
         [Candidate(name, functools.partial(_verified, part, name), source) for name in names],
         Candidate("triton", functools.partial(_verified, part, "triton"), digest.canonical("gated_delta")),
         lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded),
-        None if part == DECODE else functools.partial(_race, part),
+        functools.partial(_race, part),
     )
 
 
@@ -310,7 +325,7 @@ def _race(part: str, candidates, case) -> list[float | Exception]:
     rows, memory, step, initial, l2norm = case
     wide = *rows[:4], rows[4].float()
     whole = *wide, step[2], initial, 0.3, l2norm
-    if part == CHUNKS:
+    if part in (DECODE, CHUNKS):
         out = torch.empty_like(rows[2])
         run, given = functools.partial(_paged, part), (*rows, memory, step, 0.3, l2norm, out)
     elif part == WHOLE:
