@@ -1,6 +1,8 @@
 """Where answers come from and weights go: engines in processes of their own, or the stock model's `generate`."""
 
 import contextlib
+import importlib
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,22 +20,34 @@ from ..parallel.replicas import Replicas
 from ..proof import compare as proof
 from ..proof.stock import run_stock
 from ..request import Completion, Metrics
+from ..weights.config import import_transformers
 from .options import Options
+
+MAKE = f"{__name__}:engine"
+LOG = "%(relativeCreated)7d ms, engine, %(name)s: %(message)s"
 
 
 class Rollout:
-    """Engines in processes of their own, and a way to them for weights. A context manager: close() ends them.
+    """Engines in processes of their own, and a way to them for weights. A context manager: close() ends them. They are
+    made while others do something else: until `wait_until_ready` has returned, nothing but close() may be called.
 
     raises     from every method: ReplicaDied once the process is gone, and how it ended; what making the engine raises
     """
 
     def __init__(self, options: Options, device: torch.device):
-        made = {"options": options.to_json(), "device": str(device)}
-        self._engine = Replicas(f"{__name__}:engine", [made] * options.replicas)
-        # Both ends of the hand-over are in this process; the bytes go from its memory to the replicas'.
-        self._receiver = WeightReceiver(self._engine, f"inproc://vexact-rollout-{id(self)}")
+        made = {"options": options.to_json(), "device": str(device), "log": logging.getLogger().level}
+        self._engine = Replicas(MAKE, [made] * options.replicas, wait=False)
+        self._receiver: WeightReceiver | None = None
         self._receiving = ThreadPoolExecutor(1, thread_name_prefix="vexact-weights")
         self._sender: WeightSender | None = None
+
+    def wait_until_ready(self) -> None:
+        """The engines are made. Again does nothing."""
+        if self._receiver is not None:
+            return
+        self._engine.wait_until_ready()
+        # Both ends of the hand-over are in this process; the bytes go from its memory to the replicas'.
+        self._receiver = WeightReceiver(self._engine, f"inproc://vexact-rollout-{id(self)}")
 
     def numerics(self) -> dict:
         """What fixes the engine's bits."""
@@ -71,6 +85,7 @@ class Rollout:
 
     def load_answers(self, path: Path) -> None:
         """Where they are kept, and were."""
+        self.wait_until_ready()
         if self._engine.config.speculation is not None and path.exists():
             self._engine.load_answers(path)
 
@@ -79,7 +94,8 @@ class Rollout:
         if self._sender is not None:
             self._receiving.submit(self._receiver.receive)  # who listens hears that it has to let go of the buckets
             self._sender.close()
-        self._receiver.close()
+        if self._receiver is not None:
+            self._receiver.close()
         self._receiving.shutdown()
         self._engine.close()
 
@@ -128,6 +144,9 @@ class Generate:
             metrics=Metrics(0.0, None, [], 0.0),
         )
 
+    def wait_until_ready(self) -> None:
+        """It is made."""
+
     def numerics(self) -> dict:
         """Nothing is promised of it."""
         return {}
@@ -159,7 +178,24 @@ class Generate:
         del self._loaded
 
 
-def engine(options: dict[str, Any], device: str) -> Engine:
-    """What is made in that process."""
+def import_ahead(device: str) -> None:
+    """What an engine will come to in that process, before its options are known there.
+
+    device   as --device names it
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        import_transformers()
+        return
+    place = "cuda" if device == "auto" else device
+    with ThreadPoolExecutor(1) as beside:  # a context, for which nobody has to hold Python's lock
+        beside.submit(torch.zeros, 1, dtype=torch.int32, device=place)
+        import_transformers()
+        importlib.import_module("vexact_ops.attention.cute")
+
+
+def engine(options: dict[str, Any], device: str, log: int = logging.WARNING) -> Engine:
+    """What is made in that process. log: the level of what it says on standard error."""
+    if log <= logging.INFO:
+        logging.basicConfig(level=log, format=LOG)
     chosen = Options(**options)
     return Engine(chosen.load(chosen.dtype, torch.device(device)), chosen.engine_config())
