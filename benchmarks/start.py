@@ -7,7 +7,8 @@ python -m benchmarks start --shape gpt-oss-20b --layers 4 --log
 python -m benchmarks start --recipe --shape qwen3-0.6b
 
 --recipe: as shipped and warm, from the command of `vexact recipe grpo` to the end of its first step, in which trainer
-and engine begin, answers are drawn, and a step is trained.
+and engine begin, answers are drawn, and a step is trained. Of the step's seconds `parts` says what they went to, one
+after another in the trainer, and what the caches have got is counted: warm nothing is verified, timed or compiled.
 --record writes what was chosen where all was timed (kernels by shapes, sizes of graphs by engines) to
 vexact_ops/_core/chosen/<gpu>.json, beside what is there: data that other machines with this GPU start with. Bits are
 no matter of it: a kernel that is named there is verified on each machine as ever. In a checkout.
@@ -127,7 +128,9 @@ def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
         given = ["--model", shape, "--device", args.device, "--steps", "2", "--record", str(file)]
         given += [word for name, value in sizes for word in (name, str(value))]
         given += ["--layers", str(args.layers)] if args.layers else []
+        given += ["--debug"] if args.log else []
         command, seconds = [sys.executable, "-m", "vexact_engine.cli", "recipe", "grpo", *given], []
+        before = _kept(variables)
         begin = time.perf_counter()
         with open(log, "w") as said:
             process = subprocess.Popen(command, env=os.environ | variables, stdout=said, stderr=said, cwd=ROOT)
@@ -142,7 +145,19 @@ def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
                 process.kill()
         if process.wait() or len(seconds) < 2:
             raise RuntimeError(f"start: recipe grpo: exit code {process.returncode}\n{log.read_text()[-2000:]}")
-    return {"ours": round(seconds[0], 2), "second_s": round(seconds[1] - seconds[0], 2)}
+        if args.log:
+            sys.stderr.write(log.read_text())
+        parts = next(entry["seconds"] for line in file.open() if (entry := json.loads(line)).get("kind") == "start")
+    kept = {name: count - before[name] for name, count in _kept(variables).items()}
+    times = {"ours": round(seconds[0], 2), "second_s": round(seconds[1] - seconds[0], 2)}
+    return times | kept | {"parts": {name: round(value, 2) for name, value in parts.items()}}
+
+
+def _kept(variables: dict[str, str]) -> dict[str, int]:
+    """What there is in caches: verdicts on kernels, and kernels, Triton's and flash-attn-4's."""
+    ours, tritons = Path(variables["VEXACT_CACHE"]), Path(variables["TRITON_CACHE_DIR"])
+    compiled = [*tritons.rglob("*.cubin"), *ours.glob("kernels/*.o")]
+    return {"decisions": len([*ours.glob("admissions/*/*.json")]), "compiled": len(compiled)}
 
 
 def _record(args: argparse.Namespace, shape: str, start: str, found: dict) -> dict:

@@ -1,10 +1,12 @@
 """`vexact recipe`: whole training loops."""
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import sys
+import threading
 import time
 from dataclasses import fields
 
@@ -163,10 +165,13 @@ def _grpo(args) -> int:
     from ..parallel.begun import beginning
 
     with beginning(f"{_ROLLOUT}:engine", args.replicas * alone, f"{_ROLLOUT}:import_ahead", args.device):
-        return _train(args, begun)
+        return _train(args, begun, alone)
 
 
-def _train(args, begun: float) -> int:
+def _train(args, begun: float, alone: bool) -> int:
+    device = options.device(args.device)
+    if alone and device.type == "cuda":  # while modules are imported, for nobody has to hold Python's lock for it
+        threading.Thread(target=_make_context, args=(device,), name="vexact-context", daemon=True).start()
     from ..proof.compare import LogprobsDiffer
     from ..proof.machine import environment, made_by
     from ..recipes import record, report
@@ -178,7 +183,7 @@ def _train(args, begun: float) -> int:
     if args.debug:
         logging.basicConfig(level=logging.INFO, format=_LOG)
     given = {field.name: getattr(args, field.name) for field in fields(Options)}
-    given |= {"device": str(options.device(args.device)), "task_options": args.task_options or {}}
+    given |= {"device": str(device), "task_options": args.task_options or {}}
     chosen = placed(Options(**given))
     chosen.check_model()
     saving = Saving(args.save, args.save_every, args.keep, args.resume) if args.save else None
@@ -234,6 +239,14 @@ def _train(args, begun: float) -> int:
     if args.plot:
         report.plot(args.plot, report.heading(chosen.to_json()), runs)
     return 0 if equal else 1
+
+
+def _make_context(device) -> None:
+    """CUDA's. What fails is met again."""
+    import torch
+
+    with contextlib.suppress(Exception):
+        torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _number(group, name: str, default: int, text: str) -> None:
