@@ -4,14 +4,15 @@ what was chosen on such a GPU; where it does not; and again in another process.
 python -m benchmarks start --shape qwen3-1.7b,qwen3-8b
 python -m benchmarks start --shape qwen3-1.7b,qwen3-8b --record
 python -m benchmarks start --shape gpt-oss-20b --layers 4 --log
-python -m benchmarks start --recipe --shape qwen3-0.6b
+python -m benchmarks start --recipe --shape qwen3-0.6b --record
 
 --recipe: as shipped and warm, from the command of `vexact recipe grpo` to the end of its first step, in which trainer
 and engine begin, answers are drawn, and a step is trained. Of the step's seconds `parts` says what they went to, one
 after another in the trainer, and what the caches have got is counted: warm nothing is verified, timed or compiled.
 --record writes what was chosen where all was timed (kernels by shapes, sizes of graphs by engines) to
 vexact_ops/_core/chosen/<gpu>.json, beside what is there: data that other machines with this GPU start with. Bits are
-no matter of it: a kernel that is named there is verified on each machine as ever. In a checkout.
+no matter of it: a kernel that is named there is verified on each machine as ever. In a checkout. With --recipe it keeps
+what a step of the recipe needs, and times what is not there yet.
 """
 
 import argparse
@@ -79,14 +80,16 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Iterator[dict]:
     """Three records per shape: `all timed` and `as shipped`, with caches of verdicts and kernels that are empty, and
-    `warm`. With --record one. compilers_s: of Triton's `compiled` kernels, each by itself: many compile at a time."""
-    if args.recipe and args.record:
-        raise ValueError("start: --recipe: got --record too, which is of an engine alone")
+    `warm`. With --record one, but of the recipe the last two as ever. compilers_s: of Triton's `compiled` kernels, each
+    by itself: many compile at a time."""
     for shape in args.shape.split(","):
         if args.recipe:
-            with _caches() as caches:
+            with _caches() as caches, tempfile.TemporaryDirectory() as noted:
                 for what in ("as shipped", "warm"):
-                    yield _record(args, f"recipe grpo, {shape}", what, _first_step(args, shape, caches))
+                    found = _first_step(args, shape, caches | {"VEXACT_RECORD": noted})
+                    yield _record(args, f"recipe grpo, {shape}", what, found)
+                if args.record:
+                    _merge(choices.collected(noted), args.device)
             continue
         if args.record:
             with _caches() as caches:

@@ -27,5 +27,3 @@ def test_the_first_step_of_the_recipe(tmp_path):
     args.shape = str(tmp_path / "nowhere")
     with pytest.raises(RuntimeError, match=r"(?s)start: recipe grpo: exit code [1-9].*nowhere"):
         next(start.run(args))
-    with pytest.raises(ValueError, match="start: --recipe: got --record too"):
-        next(start.run(bench.parse(["start", "--device=cpu", "--recipe", "--record"])))

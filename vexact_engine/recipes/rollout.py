@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..request import Completion, Metrics
 from ..weights.config import import_transformers
 from .options import Options
 
+logger = logging.getLogger(__name__)
 MAKE = f"{__name__}:engine"
 LOG = "%(relativeCreated)7d ms, engine, %(name)s: %(message)s"
 
@@ -197,5 +199,9 @@ def engine(options: dict[str, Any], device: str, log: int = logging.WARNING) -> 
     """What is made in that process. log: the level of what it says on standard error."""
     if log <= logging.INFO:
         logging.basicConfig(level=log, format=LOG)
-    chosen = Options(**options)
-    return Engine(chosen.load(chosen.dtype, torch.device(device)), chosen.engine_config())
+    chosen, begin = Options(**options), time.perf_counter()
+    loaded = chosen.load(chosen.dtype, torch.device(device))
+    logger.info("weights are there after %.1f s", time.perf_counter() - begin)
+    made = Engine(loaded, chosen.engine_config())
+    logger.info("engine made after %.1f s", time.perf_counter() - begin)
+    return made
