@@ -135,7 +135,8 @@ def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
         command, seconds = [sys.executable, "-m", "vexact_engine.cli", "recipe", "grpo", *given], []
         before = _kept(variables)
         begin = time.perf_counter()
-        with open(log, "w") as said:
+        with open(log, "w") as kept:
+            said = sys.stderr if args.log else kept
             process = subprocess.Popen(command, env=os.environ | variables, stdout=said, stderr=said, cwd=ROOT)
             try:
                 ended = None
@@ -148,8 +149,6 @@ def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
                 process.kill()
         if process.wait() or len(seconds) < 2:
             raise RuntimeError(f"start: recipe grpo: exit code {process.returncode}\n{log.read_text()[-2000:]}")
-        if args.log:
-            sys.stderr.write(log.read_text())
         parts = next(entry["seconds"] for line in file.open() if (entry := json.loads(line)).get("kind") == "start")
     kept = {name: count - before[name] for name, count in _kept(variables).items()}
     times = {"ours": round(seconds[0], 2), "second_s": round(seconds[1] - seconds[0], 2)}

@@ -13,7 +13,6 @@ from dataclasses import fields
 from . import options
 
 _ROLLOUT = "vexact_engine.recipes.rollout"
-_LOG = "%(relativeCreated)7d ms, trainer, %(name)s: %(message)s"
 
 
 def add_recipe(commands) -> None:
@@ -28,7 +27,8 @@ def add_recipe(commands) -> None:
         "vexact recipe grpo --replicas 2 --verify-against run.jsonl",
         "vexact recipe report run.jsonl --plot run.svg",
     )
-    recipe = options.command(commands, "recipe", run_recipe, text, examples)
+    debug = "; on standard error also what the first step waits for"
+    recipe = options.command(commands, "recipe", run_recipe, text, examples, debug)
     recipe.add_argument(
         "recipe", choices=("grpo", "report"), metavar="RECIPE",
         help="grpo: rewards from a program, no critic; report: what records show, of runs that were cut off too",
@@ -179,9 +179,10 @@ def _train(args, begun: float, alone: bool) -> int:
     from ..recipes.grpo import ALIGNED
     from ..recipes.launch import launch, placed
     from ..recipes.options import Options
+    from ..recipes.rollout import log_start
 
     if args.debug:
-        logging.basicConfig(level=logging.INFO, format=_LOG)
+        log_start("trainer")
     given = {field.name: getattr(args, field.name) for field in fields(Options)}
     given |= {"device": str(device), "task_options": args.task_options or {}}
     chosen = placed(Options(**given))

@@ -26,7 +26,12 @@ from .options import Options
 
 logger = logging.getLogger(__name__)
 MAKE = f"{__name__}:engine"
-LOG = "%(relativeCreated)7d ms, engine, %(name)s: %(message)s"
+
+
+def log_start(who: str) -> None:
+    """What takes a process's time until a first step is through goes to standard error, each verdict on kernels too."""
+    logging.basicConfig(level=logging.INFO, format=f"%(relativeCreated)7d ms, {who}, %(name)s: %(message)s")
+    logging.getLogger("vexact_ops._core").setLevel(logging.DEBUG)
 
 
 class Rollout:
@@ -198,7 +203,7 @@ def import_ahead(device: str) -> None:
 def engine(options: dict[str, Any], device: str, log: int = logging.WARNING) -> Engine:
     """What is made in that process. log: the level of what it says on standard error."""
     if log <= logging.INFO:
-        logging.basicConfig(level=log, format=LOG)
+        log_start("engine")
     chosen, begin = Options(**options), time.perf_counter()
     loaded = chosen.load(chosen.dtype, torch.device(device))
     logger.info("weights are there after %.1f s", time.perf_counter() - begin)

@@ -1,8 +1,10 @@
 """The trainer: a Hugging Face model with fp32 masters, on aligned ops or as it comes; on several ranks under FSDP2."""
 
+import contextlib
 import itertools
 import logging
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -127,11 +129,12 @@ class Trainer:
         alone = torch.autograd.set_multithreading_enabled(False)
         try:
             with alone, vx.without_races(), vx.must_admit(), own_generators(self.device, self.options.seed):
-                with torch.no_grad():
-                    for batch in _ends(self._batches(scored, 2)):
+                for batch in _ends(self._batches(scored, 2)):
+                    with torch.no_grad(), self._timed("scored", batch):
                         self._forward(batch, entropy=False)
                 for batch in _ends(self._batches(trained)):
-                    self._train(batch, 1)
+                    with self._timed("trained on", batch):
+                        self._train(batch, 1)
                 torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
         except torch.OutOfMemoryError:  # answers may well be shorter
             log.info("no memory to prepare for answers of %d tokens", self.options.max_new_tokens, exc_info=True)
@@ -139,6 +142,16 @@ class Trainer:
         self.follow()
         if self.aligned:
             self.numerics()
+        self._wait()
+
+    @contextlib.contextmanager
+    def _timed(self, what: str, batch: Sequence[Sample]) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._wait()
+        log.info("%s %d answers that nobody has given, in %.2f s", what, len(batch), time.perf_counter() - begin)
+
+    def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
