@@ -30,8 +30,9 @@ def start(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         given = theirs.fileno(), os.getpid(), make, ahead, *words
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from vexact_engine.parallel.process import main; "
+        code = (  # what a terminal sends to all its processes is the front's, while it imports too
+            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+            f"sys.path[:] = {sys.path!r}; from vexact_engine.parallel.process import main; "
             f"main({', '.join(map(repr, given))})"
         )
         process = subprocess.Popen(

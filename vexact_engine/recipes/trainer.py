@@ -142,7 +142,9 @@ class Trainer:
         self.follow()
         if self.aligned:
             self.numerics()
-        self._wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # the engine takes its own by now
 
     @contextlib.contextmanager
     def _timed(self, what: str, batch: Sequence[Sample]) -> Iterator[None]:
