@@ -1,15 +1,14 @@
 """`vexact recipe`: whole training loops."""
 
 import argparse
-import contextlib
 import json
 import logging
 import os
 import sys
-import threading
 import time
 from dataclasses import fields
 
+from ..core import garbage
 from . import options
 
 _ROLLOUT = "vexact_engine.recipes.rollout"
@@ -169,24 +168,25 @@ def _grpo(args) -> int:
 
 
 def _train(args, begun: float, alone: bool) -> int:
-    device = options.device(args.device)
-    if alone and device.type == "cuda":  # while modules are imported, for nobody has to hold Python's lock for it
-        threading.Thread(target=_make_context, args=(device,), name="vexact-context", daemon=True).start()
-    from ..proof.compare import LogprobsDiffer
-    from ..proof.machine import environment, made_by
-    from ..recipes import record, report
-    from ..recipes.checkpoint import Saving
-    from ..recipes.grpo import ALIGNED
-    from ..recipes.launch import launch, placed
-    from ..recipes.options import Options
-    from ..recipes.rollout import log_start
+    with garbage.left():
+        from ..proof.compare import LogprobsDiffer
+        from ..proof.machine import environment, made_by
+        from ..recipes import record, report
+        from ..recipes.checkpoint import Saving
+        from ..recipes.grpo import ALIGNED
+        from ..recipes.launch import launch, placed
+        from ..recipes.options import Options
+        from ..recipes.rollout import import_ahead, log_start
 
+    device = options.device(args.device)
     if args.debug:
         log_start("trainer")
     given = {field.name: getattr(args, field.name) for field in fields(Options)}
     given |= {"device": str(device), "task_options": args.task_options or {}}
     chosen = placed(Options(**given))
     chosen.check_model()
+    if alone:
+        import_ahead(args.device)
     saving = Saving(args.save, args.save_every, args.keep, args.resume) if args.save else None
     sides = ["aligned", "stock"] if args.unaligned else args.sides
     against = record.Against(args.verify_against, chosen) if args.verify_against else None
@@ -240,14 +240,6 @@ def _train(args, begun: float, alone: bool) -> int:
     if args.plot:
         report.plot(args.plot, report.heading(chosen.to_json()), runs)
     return 0 if equal else 1
-
-
-def _make_context(device) -> None:
-    """CUDA's. What fails is met again."""
-    import torch
-
-    with contextlib.suppress(Exception):
-        torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _number(group, name: str, default: int, text: str) -> None:

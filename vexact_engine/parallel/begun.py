@@ -31,7 +31,7 @@ def start(
     with theirs:
         given = theirs.fileno(), os.getpid(), make, ahead, *words
         code = (  # what a terminal sends to all its processes is the front's, while it imports too
-            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+            "import gc, signal, sys; gc.disable(); signal.signal(signal.SIGINT, signal.SIG_IGN); "
             f"sys.path[:] = {sys.path!r}; from vexact_engine.parallel.process import main; "
             f"main({', '.join(map(repr, given))})"
         )

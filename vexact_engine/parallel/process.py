@@ -6,6 +6,7 @@ parent is, once a second.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import select
@@ -115,6 +116,8 @@ def main(descriptor: int, parent: int, make: str, ahead: str, *words: str) -> No
 
     make    makes the engine, of arguments that come later
     ahead   "module:function" that is called with `words` meanwhile; "": none. What fails there is met again
+
+    Until the arguments are there nothing is collected: see garbage.left.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service, to all its processes: the front's
         signal.signal(number, signal.SIG_IGN)
@@ -147,6 +150,8 @@ def main(descriptor: int, parent: int, make: str, ahead: str, *words: str) -> No
         if found is None:
             end(1)
         incoming += found
+    gc.freeze()
+    gc.enable()
     arguments = m.decode_plain(incoming.popleft())
     made = threading.Event()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingParams
+from ..core import garbage
 from ..engine import Engine
 from ..errors import HandoverFailed
 from ..handover.receiver import WeightReceiver
@@ -186,18 +187,20 @@ class Generate:
 
 
 def import_ahead(device: str) -> None:
-    """What an engine will come to in that process, before its options are known there.
+    """What an engine, or a trainer, comes to in this process, and the GPU's context beside it: that needs no lock of
+    Python's. What fails is met again.
 
     device   as --device names it
     """
-    if device == "cpu" or not torch.cuda.is_available():
+    with garbage.left(), ThreadPoolExecutor(1) as beside:
+        gpu = device != "cpu" and torch.cuda.is_available()
+        if gpu:
+            place = "cuda" if device == "auto" else device
+            beside.submit(torch.zeros, 1, dtype=torch.int32, device=place)
         import_transformers()
-        return
-    place = "cuda" if device == "auto" else device
-    with ThreadPoolExecutor(1) as beside:  # a context, for which nobody has to hold Python's lock
-        beside.submit(torch.zeros, 1, dtype=torch.int32, device=place)
-        import_transformers()
-        importlib.import_module("vexact_ops.attention.cute")
+        if gpu:
+            with contextlib.suppress(Exception):
+                importlib.import_module("vexact_ops.attention.cute")
 
 
 def engine(options: dict[str, Any], device: str, log: int = logging.WARNING) -> Engine:
