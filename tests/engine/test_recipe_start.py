@@ -1,5 +1,6 @@
 """The recipe's first step: what is done side by side until it is through, and that nothing of that changes a bit."""
 
+import gc
 import os
 import sys
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ pytest.importorskip("zmq", reason="pyzmq is not installed")
 
 import vexact_ops as vx
 from vexact_engine import cli
+from vexact_engine.core import garbage
 from vexact_engine.parallel import begun
 from vexact_engine.parallel.replicas import Replicas
-from vexact_engine.recipes import grpo
+from vexact_engine.recipes import grpo, record, report
 from vexact_engine.recipes.launch import launch
 from vexact_engine.recipes.options import Options
 from vexact_engine.recipes.rollout import MAKE, Rollout
@@ -158,6 +160,30 @@ def test_nothing_is_timed_while_it_prepares(model, monkeypatch):
     trainer._train = lambda *_: Seen.apply(torch.ones(2, requires_grad=True, dtype=torch.float32)).sum().backward()
     trainer.prepare([None], [None])
     assert seen == [(False, True)] * 2 and admit._races.get() and not admit._must.get()
+
+
+def test_a_record_keeps_what_a_first_step_waited_for(tmp_path):
+    path, step = tmp_path / "run.jsonl", {"step": 1, "reward": 0.5}
+    write = record.Recorder(path, {"options": {}})
+    write("start", "aligned", 1, {"imports": 1.5, "train": 0.5})
+    write("step", "aligned", step)
+    assert record.read(path).steps == {("aligned", 1): {"kind": "step", "side": "aligned", **step}}
+    for last, lines in ((1, 3), (0, 1)):  # a run that goes on behind that step, or begins anew
+        record.Recorder(path, {}, {"aligned": last})
+        assert len(path.read_text().splitlines()) == lines
+    said = report.start("aligned", 1, {"imports": 1.5, "hand_over": 0.25})
+    assert said == "aligned: step 1 was through after 1.75 s: imports 1.50  hand over 0.25 s"
+
+
+def test_nothing_is_collected_meanwhile():
+    for was_on in (True, False):
+        (gc.enable if was_on else gc.disable)()
+        try:
+            with garbage.left():
+                assert not gc.isenabled()
+            assert gc.isenabled() is was_on
+        finally:
+            gc.enable()
 
 
 # Processes that begin before it is known what they make
