@@ -3,12 +3,15 @@ import, in the front as in a replica, and so they do it side by side. This file 
 """
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+log = logging.getLogger(__name__)
 
 
 class _Waiting(NamedTuple):
@@ -68,10 +71,11 @@ def take(make: str, environment: Mapping[str, str]) -> tuple[socket.socket, subp
     """One that waits, and is what would be started now; of variables, what modules have set here they set there too."""
     now = {**os.environ, **environment}
     for one in [*_waiting]:
-        same = all(now.get(name) == value for name, value in one.environment.items())
-        if one.make == make and one.path == sys.path and same and not environment:
+        changed = [name for name, value in one.environment.items() if now.get(name) != value]
+        if one.make == make and one.path == sys.path and not changed and not environment:
             _waiting.remove(one)
             return one.started
+        log.info("process %d began otherwise than %s is to: %s", one.started[1].pid, make, changed or "path, make")
     return None
 
 
