@@ -40,10 +40,13 @@ class Front:
     start        index -> the channel of a new replica
     max_restarts how often a replica that died may be started again, all of them together
     timeout      seconds that a replica may take to make its engine
+
+    Before `wait_until_ready` nothing is for callers but `close`.
     """
 
     def __init__(self, start: Callable[[int], Channel], count: int, max_restarts: int, timeout: float):
         self._pid, self._start_one, self._restarts, self._timeout = os.getpid(), start, max_restarts, timeout
+        self._begin = time.monotonic()
         self._lock = threading.RLock()
         self.replicas = [Replica(index) for index in range(count)]
         self.router: Router | None = None
@@ -67,12 +70,19 @@ class Front:
                 for replica in self.replicas:
                     self._start(replica)
             self._reader.start()
-            self._wait_for_all()
         except BaseException:
             self.close()
             raise
 
     # The beginning
+
+    def wait_until_ready(self) -> None:
+        """Where that is not to be, all is closed."""
+        try:
+            self._wait_for_all()
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, replica: Replica) -> None:
         replica.channel = self._start_one(replica.index)
@@ -83,8 +93,9 @@ class Front:
         self._wake()
 
     def _wait_for_all(self) -> None:
-        end = time.monotonic() + self._timeout
+        end = self._begin + self._timeout
         with self._changed:
+            self.check_open()
             while not all(replica.ready for replica in self.replicas):
                 gone = next((r for r in self.replicas if r.reason), None)
                 if gone is not None:

@@ -53,6 +53,11 @@ def line(side: str, step: dict[str, Any], steps: int) -> str:
     )
 
 
+def start(side: str, step: int, seconds: Mapping[str, float]) -> str:
+    """What a side's first step has waited for."""
+    return f"{side}: step {step} was through after {sum(seconds.values()):.2f} s: {_seconds(seconds)} s"
+
+
 def _seconds(parts: Mapping[str, float]) -> str:
     return "  ".join(f"{name.replace('_', ' ')} {s:.2f}" for name, s in parts.items())
 

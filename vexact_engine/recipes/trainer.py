@@ -1,7 +1,10 @@
 """The trainer: a Hugging Face model with fp32 masters, on aligned ops or as it comes; on several ranks under FSDP2."""
 
+import contextlib
 import itertools
+import logging
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import vexact_ops as vx
 from vexact_ops.patch.batch import sent
 
+from ..weights.random import own_generators
 from . import digests
 from .masters import Masters
 from .options import SEQUENCES, Options
+
+log = logging.getLogger(__name__)
 
 FORWARD_TOKENS = 8192  # of a forward, about: of few rows a GPU's kernels are through before others are called
 COUNTED = 1 << 26  # weights of which it is counted at once how many have moved
@@ -111,6 +117,45 @@ class Trainer:
     def sha256(self) -> str:
         """Of all of them, see digests.sha256. Every rank has to call."""
         return digests.sha256(self.weights.named_parameters())
+
+    def prepare(self, trained: Sequence[Sample], scored: Sequence[Sample]) -> None:
+        """On one rank: compute as with the answers of a step, with such as nobody has given: kernels are compiled,
+        verified and loaded then, while an engine starts beside. What has to be timed is left to the step. Nothing is
+        left of it: no gradient is kept, no weight moves, and no random number is drawn that others would have had.
+
+        trained, scored   those of the first mini-batch, and those that are scored before
+        """
+        # without its threads, autograd is where the with block is
+        alone = torch.autograd.set_multithreading_enabled(False)
+        try:
+            with alone, vx.without_races(), vx.must_admit(), own_generators(self.device, self.options.seed):
+                for batch in _ends(self._batches(scored, 2)):
+                    with torch.no_grad(), self._timed("scored", batch):
+                        self._forward(batch, entropy=False)
+                for batch in _ends(self._batches(trained)):
+                    with self._timed("trained on", batch):
+                        self._train(batch, 1)
+                torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
+        except torch.OutOfMemoryError:  # answers may well be shorter
+            log.info("no memory to prepare for answers of %d tokens", self.options.max_new_tokens, exc_info=True)
+        self.optimizer.zero_grad()
+        self.follow()
+        if self.aligned:
+            self.numerics()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # the engine takes its own by now
+
+    @contextlib.contextmanager
+    def _timed(self, what: str, batch: Sequence[Sample]) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._wait()
+        log.info("%s %d answers that nobody has given, in %.2f s", what, len(batch), time.perf_counter() - begin)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # Log-probabilities
 
@@ -239,6 +284,11 @@ class Trainer:
         ranks = self._mesh.size() if self._tree is None else 1  # FSDP2 takes the mean over ranks, the tree the sum
         (loss.sum() * (ranks / total)).backward()
         return values.detach(), entropies.detach()
+
+
+def _ends(batches: list) -> list:
+    """The first and the last: those between have as many tokens, about."""
+    return batches[:1] + batches[1:][-1:]
 
 
 def cut(samples: Sequence, lengths: Sequence[int], count: int) -> list[Sequence]:

@@ -13,7 +13,7 @@ What its rows are given beside comes from flash-attn-4's own kernel before it, o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import cutlass
 import cutlass.cute as cute
@@ -23,13 +23,13 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType, make_pipeline_state
 from flash_attn.cute import barrier
 from flash_attn.cute.block_info import BlockInfo
+from flash_attn.cute.cu_blocks_kernel import CuSeqlensToBlocksKernel
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned, to_cute_tensor
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.interface import (
     BIN_BATCH_SEARCH_THRESH,
-    _bwd_postprocess_convert,
-    _bwd_preprocess,
-    _compute_tile_cumsum,
+    _compile_bwd_postprocess,
+    _compile_bwd_preprocess,
     _tile_size_bwd_sm90,
 )
 from flash_attn.cute.named_barrier import NamedBarrierBwd
@@ -278,7 +278,23 @@ def _blocks_until(cu_seqlens: Tensor, rows: int) -> Tensor | None:
     """How many blocks of rows the sequences up to each have, where they are so many that a search pays."""
     if len(cu_seqlens) - 1 <= BIN_BATCH_SEARCH_THRESH:
         return None
-    return _compute_tile_cumsum(cu_seqlens=cu_seqlens, seqused=None, tile_size=rows)[0]
+    until = torch.empty_like(cu_seqlens)
+
+    def make():
+        tensors = [to_cute_tensor(t, assumed_align=4, leading_dim=0) for t in (until, cu_seqlens)]
+        return cute.compile(
+            CuSeqlensToBlocksKernel(tile=rows, seqlen_q_multiplier=1), tensors[0], None, tensors[1], None, None, None,
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
+        )  # fmt: skip
+
+    cute_objects.kernel("blocks", until.device, (rows,), make, _versions)(until, None, cu_seqlens, None, None, None)
+    return until
+
+
+@cache
+def _versions() -> str:
+    """Of flash-attn-4's own kernels, as they are compiled here: it would do that in every process anew."""
+    return digest.of_files(__file__, **{name: digest.version(name) for name in cute_objects.STACK})
 
 
 def _prepare(
@@ -287,11 +303,26 @@ def _prepare(
 ) -> None:  # fmt: skip
     """Of each block of rows: out * dout summed over a row, lse in binary logarithms, and zeros where dq is summed."""
     if name != THEIRS:
-        return triton_prepare.prepare(out, dout, lse, cu_seqlens, lse_2, dpsum, sums, rows, OURS[name])
-    return _bwd_preprocess(
-        out, dout, dpsum, lse, lse_2, sums, cu_seqlens, None, None, _DTYPES[out.dtype], d, out.shape[2], rows,
-        cu_total_m_blocks=until, hdim_multiple_of=multiple, fake_mode=False,
-    )  # fmt: skip
+        triton_prepare.prepare(out, dout, lse, cu_seqlens, lse_2, dpsum, sums, rows, OURS[name])
+        return
+    # sequences by their offsets; with dq's sums and binary logarithms; offsets padded; no heads packed
+    how = d, out.shape[2], rows, True, False, False, True, False, True, True, False, False, 1, 1
+    key = out.dtype, *how, until is not None, multiple, False
+    make = partial(_compile_bwd_preprocess, _DTYPES[out.dtype], *key[1:])
+    kernel = cute_objects.kernel("backward, before", out.device, key, make, _versions)
+    kernel(out, dout, dpsum, lse, lse_2, sums, cu_seqlens, None, None, None, None, 1.0, until, None)
+
+
+def _convert(
+    sums: Tensor, dq: Tensor, scale: float, cu_seqlens: Tensor, until: Tensor | None, rows: int, multiple: int, config
+) -> None:  # fmt: skip
+    """dq = sums * scale, rounded."""
+    threads = 128 if config.dQ_single_wg else config.num_wg * 128
+    how = dq.shape[2], rows, threads, config.AtomLayoutMdQ, config.dQ_swapAB, True, False, False, 1, 90
+    key = dq.dtype, *how, until is not None, None, multiple, None
+    make = partial(_compile_bwd_postprocess, _DTYPES[dq.dtype], *key[1:])
+    kernel = cute_objects.kernel("backward, after", dq.device, key, make, _versions)
+    kernel(sums, dq, scale, cu_seqlens, None, None, until)
 
 
 def _rooms(rows: int, d: int, multiple: int, tokens: int, heads: int, sequences: int, device: torch.device):
@@ -335,8 +366,7 @@ def _preparing(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal
         given = *case, _blocks_until(cu, rows), *where, rows, d, multiple
         return race_on_gpu([[partial(_prepare, one.name, *given)] * 4 for one in candidates])
 
-    versions = {name: digest.version(name) for name in cute_objects.STACK}
-    theirs = Candidate(THEIRS, run(THEIRS), digest.of_files(__file__, **versions))
+    theirs = Candidate(THEIRS, run(THEIRS), _versions())
     source = digest.of_files(__file__, triton_prepare.__file__, triton=digest.version("triton"))
     return Proposal(
         f"attention_bwd_prepare {str(dtype).removeprefix('torch.')} D={d},{dv} {rows} rows",
@@ -381,7 +411,7 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    (config, rows, multiple), dtype = _layout(d, dv_width, causal), _DTYPES[q.dtype]
+    config, rows, multiple = _layout(d, dv_width, causal)
     where, blocks = _rooms(rows, d, multiple, tokens, heads, len(cu_seqlens) - 1, device)
     lse_2, dpsum, sums = where
     turns = torch.zeros(heads, blocks, 1, dtype=torch.int32, device=device)
@@ -393,9 +423,5 @@ def backward(
     make = partial(_compile, config, tensors, ends, turns, until_k, causal)
     kernel = cute_objects.kernel("backward", device, key, make, versions)
     kernel(*tensors, scale, *ends, turns, until_k)
-    threads = 128 if config.dQ_single_wg else config.num_wg * 128
-    _bwd_postprocess_convert(
-        sums, dq, scale, cu_seqlens, None, 90, dtype, d, rows, threads, config.AtomLayoutMdQ, config.dQ_swapAB,
-        cu_total_m_blocks=until, hdim_multiple_of=multiple, fake_mode=False,
-    )  # fmt: skip
+    _convert(sums, dq, scale, cu_seqlens, until, rows, multiple, config)
     return dq, dk, dv
