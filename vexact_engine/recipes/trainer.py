@@ -208,8 +208,11 @@ class Trainer:
         ids = self._integers([row + [0] * (width - len(row)) for row in rows])
         mask = self._integers([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        kept = [logits[i, len(s.prompt_ids) - 1 : len(row) - 1] for i, (s, row) in enumerate(zip(batch, rows))]
-        every = torch.log_softmax(torch.cat(kept).float() / self.options.temperature, -1)
+        begins = [i * width + len(s.prompt_ids) - 1 for i, s in enumerate(batch)]
+        places = [at for begin, s in zip(begins, batch) for at in range(begin, begin + len(s.token_ids))]
+        # all at once: the gradient of each slice for itself would be as large as all logits
+        kept = logits.flatten(0, 1).index_select(0, self._integers(places))
+        every = torch.log_softmax(kept.float() / self.options.temperature, -1)
         target = self._integers([token for s in batch for token in s.token_ids])
         flat = every if self.options.entropy_coefficient else every.detach()
         spread = -(flat.exp() * flat).sum(-1) if entropy else None
