@@ -114,6 +114,47 @@ class Score:
         self.made: tuple[int, ...] = ()  # the ids of what the forward has returned, before hooks on the whole model
 
 
+class Values(tuple):
+    """What is returned for a Score where hooks are on the whole model that nobody has judged. Those that ask whether it
+    is an output with logits are told that it is, and one that asks for its logits then is refused: what it makes of
+    them would be left out of the log-probabilities.
+
+    FSDP2 and torch's trees look into it as into any named tuple."""
+
+    __slots__ = ()
+    _fields = ()
+
+    def __new__(cls, *values):
+        return tuple.__new__(cls, values)
+
+    @classmethod
+    def _make(cls, values) -> "Values":
+        return cls(*values)
+
+    def _asdict(self) -> dict:
+        return {}
+
+    @property
+    def __class__(self) -> type:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        return CausalLMOutputWithPast
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"patch.hf: a hook on the whole model asks for {name} of what it returns, which is here no logits but "
+            "log-probabilities of them: take it off, or have it pass tuples by"
+        )
+
+    def __getitem__(self, place):
+        return tuple.__getitem__(self, place) if not isinstance(place, str) else getattr(self, place)
+
+    def __contains__(self, value) -> bool:
+        return tuple.__contains__(self, value) if not isinstance(value, str) else getattr(self, value)
+
+
 class Asked(NamedTuple):
     """What a module that remembers asks attention for, and what has to be kept for it."""
 

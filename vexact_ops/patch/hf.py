@@ -465,18 +465,18 @@ def hf(
     row; an engine's `classify` gives the same. Their loss is the class's own.
 
     Modules that are put in or taken out after the patch are noticed by the next forward, which covers them too or
-    raises UnsupportedModule naming them; so are a bias that a module did not have, and numbers of modules (top_k, an
-    epsilon, a window) and of the config, and its lists (layer_types), that are set later, but by a forward that
-    torch.compile has compiled. Hooks that are put on later run, as do forwards that are set on a module later, and
-    nobody judges what they do; but a hook or a forward on a module whose work its block does is refused, and so is a
-    hook that changes what the output layer, or the whole model, returns where that is no logits. A hook on the whole
-    model that is there before the patch may change nothing; a module that is made one of another class is covered anew,
-    but a class that another forward is put into is not noticed. So PEFT may come before or after: LoRA on linear layers
-    is covered (several adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came
-    first). Its sum is base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own
-    dtype, rounded once to the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused
-    by name: DoRA and other forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other
-    methods of PEFT.
+    raises UnsupportedModule naming them; so are a bias that a module did not have, a weight that is no plain tensor any
+    more (a quantised one), and numbers of modules (top_k, an epsilon, a window) and of the config, and its lists
+    (layer_types), that are set later, but by a forward that torch.compile has compiled. Hooks that are put on later
+    run, as do forwards that are set on a module later, and nobody judges what they do; but a hook or a forward on a
+    module whose work its block does is refused, and so is a hook that changes what the output layer, or the whole
+    model, returns where that is no logits, or that asks there for logits. A hook on the whole model that is there
+    before the patch may change nothing; a module that is made one of another class is covered anew, but a class that
+    another forward is put into is not noticed. So PEFT may come before or after: LoRA on linear layers is covered
+    (several adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came first). Its sum
+    is base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own dtype, rounded once
+    to the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused by name: DoRA and
+    other forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other methods of PEFT.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
     before torch.compile; FSDP2 may come before or after, and weights may be on meta still. Gradient checkpointing,
