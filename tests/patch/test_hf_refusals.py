@@ -133,7 +133,16 @@ def test_a_window_of_a_family_that_has_none_is_named():
     """Its attention is full while it reads a prompt, and its cache would keep so many keys alone."""
     said = refusal(tiny("llama", sliding_window=3))
     assert "its mask has a window of 3, but it asks attention for None: sliding_window and layer_types of" in said
-    assert "heads of one number have no pairs" in refusal(tiny("llama", head_dim=1))
+
+
+def test_head_sizes_that_no_op_has_are_named():
+    assert "heads of one number have no pairs: head_dim (" in refusal(tiny("llama", head_dim=1))
+    for family, size in (("glm4", 1), ("gpt_oss", 1), ("qwen3_next", 3), ("qwen3_5_text", 2)):
+        said = refusal(tiny(family, head_dim=size))
+        assert "rotary_emb" in said and f"it rotates nothing: head_dim is {size}" in said, said
+    for kind, size in (("key", 3), ("value", 300)):
+        said = refusal(tiny("qwen3_next", **{f"linear_{kind}_head_dim": size}))
+        assert f"linear_attn (Qwen3NextGatedDeltaNet): its linear_{kind}_head_dim is {size}, expected 16 to 256" in said
 
 
 def test_a_hook_that_would_not_run_is_refused_by_name():

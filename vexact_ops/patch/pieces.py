@@ -492,6 +492,7 @@ def rotation(form: str, part: bool) -> Callable:
                 f"its apply_rotary_pos_emb rotates whole heads alone, but gets tables of {cos.shape[-1]} for heads of "
                 f"{q.shape[-1]}, which no aligned op does: "
                 + ("heads of one number have no pairs" if q.shape[-1] == 1 else "without the patch it raises")
+                + ": head_dim (qk_rope_head_dim of latent attention) is to be even, and the width of its tables"
             )
         if unsqueeze_dim == 1:  # (B, heads, S, D)
             q, k = q.transpose(1, 2), k.transpose(1, 2)
