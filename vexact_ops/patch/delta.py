@@ -23,7 +23,6 @@ from .forwards import one_cache
 from .pieces import NotCovered, agree, class_of, is_linear, random, run_stock, small_linear, twin
 from .ulysses import Ulysses
 
-
 _NARROWEST = 16  # heads, as the op says
 
 
