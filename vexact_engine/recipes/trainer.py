@@ -89,9 +89,9 @@ class Trainer:
         if self._handle is not None:
             self._handle.undo()
 
-    def follow(self) -> Tensor | None:
-        """The masters have other values: the model computes with these from now on. How many of its weights have moved,
-        where that is known at once."""
+    def round_masters(self) -> Tensor | None:
+        """The masters have other values: rounded, they are what the model computes with. How many of its weights have
+        moved, where that is known at once."""
         return None if self._masters is None else self._masters.round()
 
     def numerics(self) -> dict:
@@ -139,7 +139,7 @@ class Trainer:
         except torch.OutOfMemoryError:  # answers may well be shorter
             log.info("no memory to prepare for answers of %d tokens", self.options.max_new_tokens, exc_info=True)
         self.optimizer.zero_grad()
-        self.follow()
+        self.round_masters()
         if self.aligned:
             self.numerics()
         if self.device.type == "cuda":
@@ -244,7 +244,7 @@ class Trainer:
             else:
                 norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
             self.optimizer.step()
-            moved = self.follow()
+            moved = self.round_masters()
         for batch, *both in seen:  # at the end: until then nobody waits for the device
             lengths = [len(s.token_ids) for s in batch]
             for sample, *values in zip(batch, *(v.cpu().split(lengths) for v in both)):
