@@ -3,6 +3,7 @@
 python -m benchmarks speculation --shape qwen3-8b --batch 1,16,64,256
 python -m benchmarks speculation --device cpu --layers 4
 python -m benchmarks speculation --shape qwen3-8b --batch 1,16,64 --draft-layers 4
+python -m benchmarks speculation --shape qwen3-8b --batch 16 --case 70%
 
 Each batch generates its answers without drafts, and again with those handed in, of which a share of the tokens is
 another one: --right of them are right, and none. Then eight samples of one prompt, whose drafts are their own text and
@@ -25,6 +26,7 @@ from vexact_engine.weights.load import Loaded
 
 from .engine import load
 from .harness import environment
+from .output import Refused
 
 DEFAULTS = {
     "cpu": {"batch": "1,4", "prompt": 64, "new": 32},
@@ -86,6 +88,8 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if not _asked(args, vocabulary=1):
+        raise Refused(f"--case: got {args.case!r}, which no case has in its name")
     for source in [args.model] if args.model else args.shape.split(","):
         for dtype in args.dtype.split(",")[:1]:
             yield from _model(args, source, dtype)
@@ -110,7 +114,7 @@ def _asked(args: argparse.Namespace, vocabulary: int) -> list[_Ask]:
     for temperature in TEMPERATURES:
         params = replace(base, n=SAMPLES, temperature=temperature, seed=0)
         found.append(_Ask(f"{SAMPLES} samples at {temperature}", prompts(1), [params], "samples"))
-    return found
+    return [ask for ask in found if args.case is None or args.case in ask.name]
 
 
 def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
