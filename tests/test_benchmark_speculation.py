@@ -8,12 +8,13 @@ SMALL = ["speculation", "--device", "cpu", "--layers", "1", "--dtype", "float32"
 SMALL += ["--prompt", "8", "--new", "6"]
 
 
-def test_one_case_alone(tmp_path):
+def test_one_case_alone_and_all_its_draws(tmp_path):
     lines = tmp_path / "drafts.jsonl"
-    assert __main__.main([*SMALL, "--case", "2 given, 70%", "--lines", str(lines)]) == 0
+    assert __main__.main([*SMALL, "--case", "2 given, 70%", "--draws", "3", "--lines", str(lines)]) == 0
     (record,) = report.load(lines)
     assert record["case"] == "smollm2-135m 1 layer 2 given, 70% right"
-    assert record["differ"] == 0 and record["numbers"] == 2 * 6 * 2
+    assert record["differ"] == 0 and record["numbers"] == 2 * 6 * 2 * 3
+    assert len(record["ratios"]) == 3 and record["ratio"] == pytest.approx(sum(record["ratios"]) / 3, abs=2e-4)
 
 
 def test_a_case_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch):
