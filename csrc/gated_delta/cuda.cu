@@ -8,6 +8,7 @@
 #include "gated_delta/decode.cuh"
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
+#include "gated_delta/wide.cuh"
 #include "gated_delta/wide_scan.cuh"
 
 namespace vx {
@@ -55,21 +56,25 @@ void prepare(const GatedDeltaBackward& rows, delta::Prepared* prepared, int devi
 }
 
 template <class T, bool KEEP>
-void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, int device, cudaStream_t stream) {
+void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, bool wide, int device, cudaStream_t stream) {
   constexpr int kBytes = sizeof(delta::WholeShared<T>);
   static_assert(kBytes <= 227 << 10);
-  static std::atomic<uint64_t> allowed{0};
+  static std::atomic<uint64_t> allowed{0}, wide_allowed{0};
   allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
+  allow_shared_memory(delta::wide_kernel<T, KEEP>, delta::kWideBytes<T>, device, wide_allowed);
   const dim3 grid(unsigned(args.hv * (args.dv / delta::kColumns)), unsigned(args.sequences));
-  delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
+  if (wide)
+    delta::wide_kernel<T, KEEP><<<grid, delta::kWideWholeThreads, delta::kWideBytes<T>, stream>>>(args, prepared);
+  else
+    delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class T>
-void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, int device,
-            cudaStream_t stream) {
+void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, bool wide,
+            int device, cudaStream_t stream) {
   prepare<T>(rows, prepared, device, stream);
-  args.out ? pass<T, false>(args, prepared, device, stream) : pass<T, true>(args, prepared, device, stream);
+  args.out ? pass<T, false>(args, prepared, wide, device, stream) : pass<T, true>(args, prepared, wide, device, stream);
 }
 
 template <class T>
@@ -240,10 +245,10 @@ delta::Prepared* prepared_of(const Tensor& prepared, const GatedDeltaChunks& arg
   return reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * kPrepared));
 }
 
-// Whole sequences.
+// Whole sequences. wide: by the warpgroup instruction.
 void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                        std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
-                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm,
+                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm, bool wide,
                        std::optional<Tensor> out) {
   GatedDeltaChunks args = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const int64_t plane = int64_t(args.hv) * args.dk * args.dv, chunks = args.tokens / kChunk + args.sequences;
@@ -264,9 +269,9 @@ void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tens
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, rows, to, device, stream);
+    launch<__nv_bfloat16>(args, rows, to, wide, device, stream);
   else
-    launch<__half>(args, rows, to, device, stream);
+    launch<__half>(args, rows, to, wide, device, stream);
 }
 
 void check_out(const Tensor& out, const Tensor& like, const char* name) {

@@ -9,7 +9,7 @@
 // it.
 #pragma once
 #include "gated_delta/scan.cuh"
-#include "gated_delta/wgmma.cuh"
+#include "gated_delta/warpgroup.cuh"
 
 namespace vx {
 namespace delta {
@@ -39,78 +39,6 @@ constexpr int kWideScanBytes = sizeof(WideScanShared<T>) + 1024;  // from a 1,02
 static_assert(kWideScanBytes<uint16_t> <= 227 << 10);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// d + a b^T of 64 rows of a and 32 of b, and eight of K; a as a tile of 16 rows a warp.
-// order: K ascending in the accumulator, eight at a time
-__device__ __forceinline__ void wide_product(float (&d)[4][4], const float (&a)[4], uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
-        "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
-        "+f"(d[3][2]), "+f"(d[3][3])
-      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[3])),
-        "l"(b));
-}
-
-// Two neighbours of a row and two of the one eight below it, from pairs of 16 bits.
-template <class T>
-__device__ __forceinline__ void widen_four(float (&to)[4], uint32_t upper, uint32_t lower) {
-  const float2 one = widen_two<T>(upper), other = widen_two<T>(lower);
-  to[0] = one.x, to[1] = one.y, to[2] = other.x, to[3] = other.y;
-}
-
-// A warp's 16 rows of keys or queries, from `row` on, as a left operand.
-using WideRows = float[kDepth / 8][4];
-template <class T>
-__device__ __forceinline__ void load_rows(WideRows& to, const T (*rows)[kDepth + 8], int row) {
-  const int lane = threadIdx.x % 32;
-  uint32_t x[kDepth / 16][4];
-#pragma unroll
-  for (int n = 0; n < kDepth / 16; ++n) load_matrix(x[n], &rows[row + lane % 16][16 * n + lane / 16 * 8]);
-#pragma unroll
-  for (int n = 0; n < kDepth / 8; ++n) widen_four<T>(to[n], x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
-}
-// The operand that lies `k` of K behind the first one.
-__device__ __forceinline__ uint64_t operand_behind(uint64_t first, int k) {
-  const uint32_t low = uint32_t(first) + (k / 32 * int(sizeof(Panel<kColumns>)) + k % 32 * 4) / 16;
-  return (first & 0xffffffff00000000) | low;
-}
-// d + rows s^T, s being the state.
-__device__ __forceinline__ void multiply_wide(float (&d)[4][4], const WideRows& rows, const Panel<kColumns>* s) {
-  const uint64_t from = operand_of<kColumns>(s, 0, 0);
-  sm90::wgmma_begin();
-#pragma unroll
-  for (int n = 0; n < kDepth / 8; ++n) wide_product(d, rows[n], operand_behind(from, 8 * n));
-  sm90::wgmma_commit();
-}
-
-// Of a block's rows those that there are, mostly all.
-template <class F>
-__device__ __forceinline__ void each_row(int count, F to) {
-  if (count >= kBlock) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) to(i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i)
-      if (i < count) to(i);
-  }
-}
-
-// A warp's tiles of 16 rows to a column a thread.
-__device__ __forceinline__ void to_columns(float (&to)[kBlock], const float (&from)[4][4], float (*through)[kColumns + 8]) {
-  const int lane = threadIdx.x % 32, gid = lane / 4, tig = lane % 4;
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      *reinterpret_cast<float2*>(&through[gid + 8 * half][8 * n + 2 * tig]) = float2{from[n][2 * half], from[n][2 * half + 1]};
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) to[i] = through[i][lane];
-  __syncwarp();
-}
 
 // The warps of the outputs' gradients meet.
 __device__ __forceinline__ void meet_outputs() { asm volatile("bar.sync 1, 128;" ::: "memory"); }

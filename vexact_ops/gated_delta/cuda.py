@@ -1,9 +1,9 @@
 """The GPU's own class on SM90: 16-bit inputs by the kernels of csrc/gated_delta, the rest by the Triton kernels.
 
-Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whole sequences (whole.cuh) and the backward
-(scan.cuh or wide_scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton
+Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whole sequences (whole.cuh or wide.cuh) and the
+backward (scan.cuh or wide_scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton
 kernels, and what they leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes
-is raced, and which kernel goes through the backward's sequences, once for few blocks and once for more than the GPU
+is raced, and which kernel goes through whole sequences, forward and backward, once for few blocks and once for more than the GPU
 runs at once; the kernel of chunks is a candidate for whole sequences too. So is whether blocks of single rows ask the
 L2 cache for what later ones read.
 """
@@ -26,7 +26,7 @@ from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
 # columns of a head in a block; ahead: for later sequences the L2 cache is asked; wide: by the warpgroup instruction
-TILES = {DECODE: ("64", "64 ahead", "128 ahead"), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32", "32 wide")}
+TILES = {DECODE: ("64", "64 ahead", "128 ahead"), CHUNKS: ("32", "64"), WHOLE: ("32", "32 wide"), BACKWARD: ("32", "32 wide")}
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -160,7 +160,7 @@ def _sequences(name, q, k, v, g, beta, cu_seqlens, initial_state, state, states,
         _native().chunks(*tensors, *[None] * 6, scale, l2norm, *_tile(name), out)
         return None
     prepared = _prepared(v, cu_seqlens)
-    _native().whole(*tensors, prepared, scale, l2norm, out)
+    _native().whole(*tensors, prepared, scale, l2norm, name.endswith("wide"), out)
     return prepared
 
 
