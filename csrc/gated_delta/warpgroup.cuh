@@ -22,6 +22,14 @@ __device__ __forceinline__ void wide_product(float (&d)[4][4], const float (&a)[
         "l"(b));
 }
 
+// Registers that the warpgroup instruction reads or writes, as they are from here on: what makes them stays before its
+// products, what reads them behind.
+template <int TILES>
+__device__ __forceinline__ void settle(float (&d)[TILES][4]) {
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
+}
+
 // Two neighbours of a row and two of the one eight below it, from pairs of 16 bits.
 template <class T>
 __device__ __forceinline__ void widen_four(float (&to)[4], uint32_t upper, uint32_t lower) {
@@ -55,8 +63,9 @@ __device__ __forceinline__ uint64_t operand_behind(uint64_t first, int k) {
   return (first & 0xffffffff00000000) | low;
 }
 // d + rows s^T, s being the state.
-__device__ __forceinline__ void multiply_wide(float (&d)[4][4], const WideRows& rows, const Panel<kColumns>* s) {
+__device__ __forceinline__ void multiply_wide(float (&d)[4][4], WideRows& rows, const Panel<kColumns>* s) {
   const uint64_t from = operand_of<kColumns>(s, 0, 0);
+  settle(rows), settle(d);
   sm90::wgmma_begin();
 #pragma unroll
   for (int n = 0; n < kDepth / 8; ++n) wide_product(d, rows[n], operand_behind(from, 8 * n));

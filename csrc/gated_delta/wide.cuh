@@ -77,13 +77,6 @@ __device__ __forceinline__ void take_numbers(float (&to)[N], const float* from) 
 #pragma unroll
   for (int i = 0; i < N; i += 4) *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<const float4*>(from + i);
 }
-// Registers that the warpgroup instruction reads or writes, as they are from here on: what makes them stays before its
-// products, what reads them behind.
-template <int TILES>
-__device__ __forceinline__ void settle(float (&d)[TILES][4]) {
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
-}
 
 #endif
 
@@ -177,7 +170,6 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
         load_rows(rows, sh.q[n], first);
         float x[4][4] = {}, y[4][4] = {};
         sh.s_given[n].wait(use);
-        settle(rows), settle(x);
         multiply_wide(x, rows, sh.s[n]);
         sm90::wgmma_wait<0>();
         settle(x);
@@ -231,6 +223,8 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       sh.k_there[n].wait(use);
       float u[kBlock], factors[kBlock], rest[kBlock];
       take_numbers(factors, of.r + first), take_numbers(rest, of.rest + first);
+      float early[2][kBlock];  // of the first columns, which are asked for before anybody waits for them
+      take_numbers(early[0], own[0]), take_numbers(early[1], own[1]);
       if (!KEEP && use) sh.w_free[n].wait(use - 1);
       sh.left_there[part].wait(chunk);
 #pragma unroll
@@ -256,10 +250,10 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
         float minus[kBlock];
 #pragma unroll
         for (int j = 0; j < kBlock; j += 4)
-          if (j + 3 > i) *reinterpret_cast<float4*>(minus + j) = *reinterpret_cast<const float4*>(&own[i][j]);
+          if (i > 1 && j + 3 > i) *reinterpret_cast<float4*>(minus + j) = *reinterpret_cast<const float4*>(&own[i][j]);
         const float multiplied = factors[i] * u[i] + 0.0f;
 #pragma unroll
-        for (int j = i + 1; j < kBlock; ++j) u[j] = fmaf(minus[j], multiplied, u[j]);
+        for (int j = i + 1; j < kBlock; ++j) u[j] = fmaf(i > 1 ? minus[j] : early[i][j], multiplied, u[j]);
       }
       float w[kBlock];
 #pragma unroll
@@ -345,7 +339,6 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       WideRows rows;
       widen_rows<T>(rows, next);
       sh.s_there.wait(chunk);
-      settle(rows), settle(x);
       multiply_wide(x, rows, sh.s[n]);
       // Behind the barrier that those wait for who read the state: it would wait for stores too
       if constexpr (KEEP) write_to(args.states + ((number + chunk) * args.hv + h) * plane + c0);

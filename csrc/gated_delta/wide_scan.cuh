@@ -100,6 +100,9 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
         for (int t = 0; t < 2; ++t)
           widen_four<T>(left[m][half][t], dims[m][t][2 * half], dims[m][t][2 * half + 1]);
     wait();
+#pragma unroll
+    for (int m = 0; m < 4; ++m) settle(left[m][0]), settle(left[m][1]);
+    settle(d[0]), settle(d[1]);
     sm90::wgmma_begin();
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -145,6 +148,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
           left[i][e] = m >= part ? p : 0.0f;
         }
       }
+      settle(left), settle(rows);
       // order: rows ascending
       sm90::wgmma_begin();
 #pragma unroll
@@ -153,9 +157,11 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
       uint32_t dims[4][2][4];
       load_dims(dims, sh.q[n]);
       sm90::wgmma_wait<0>();
+      settle(rows);
       float added[2][4][4] = {};
       multiply_dims(added, dims, sh.decayed, [] {});
       sm90::wgmma_wait<0>();
+      settle(added[0]), settle(added[1]);
       sh.q_free[n].arrive();
       if (turn) sh.given_free.wait(turn - 1);
 #pragma unroll
@@ -239,6 +245,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     for (int m = 0; m < 4; ++m) given[m] = sh.given[part][m][lane];
     sh.given_free.arrive();
     sm90::wgmma_wait<0>();
+    settle(x);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float four[4] = {given[m].x, given[m].y, given[m].z, given[m].w};
@@ -326,6 +333,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
       load_rows(rows, sh.k[(turn + 1) % 2], first);
     }
     sm90::wgmma_wait<0>();
+    settle(added[0]), settle(added[1]);
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll
