@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
 
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2; ++n) {
-      sh.k_there[n].init(kBringing), sh.k_free[n].init(8), sh.q_there[n].init(kBringing), sh.q_free[n].init(4);
+      sh.k_there[n].init(1), sh.k_free[n].init(8), sh.q_there[n].init(1), sh.q_free[n].init(4);
       sh.s_given[n].init(4), sh.s_free[n].init(4), sh.w_there[n].init(4), sh.w_free[n].init(4);
     }
     for (int n = 0; n < 4; ++n) sh.left_there[n].init(1), sh.solved[n].init(1), sh.placed[n].init(1);
@@ -113,47 +113,45 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const bool of_k = warp == 12;
     if (warp > (KEEP ? 12 : 13)) return;
+    const int64_t step = of_k ? args.k_row : args.q_row;
+    const T* const keys = of_k ? static_cast<const T*>(args.k) + hk * args.k_head : static_cast<const T*>(args.q) + hk * args.q_head;
+    const T* const values = static_cast<const T*>(args.v) + h * args.v_head + c0;
+    const int bytes = of_k ? sizeof(sh.of_k[0]) : sizeof(sh.of_q[0]);
+#pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int n = chunk % 2, use = chunk / 2, last = last_of(chunk);
-      const int64_t row = row_of(chunk);
-      const Prepared& from = prepared[(number + chunk) * args.hv + h];
+      const int n = chunk % 2, use = chunk / 2, last = last_of(chunk), row = row_of(chunk);
+      auto& to = of_k ? sh.k[n] : sh.q[n];
       Passed& there = (of_k ? sh.k_there : sh.q_there)[n];
       if (use) (of_k ? sh.k_free : sh.q_free)[n].wait(use - 1);
-      if (of_k) {
-        bring_rows<kDepth>(sh.k[n], static_cast<const T*>(args.k) + row * args.k_row + hk * args.k_head, args.k_row, last);
-        bring_rows<kColumns>(sh.v[n], static_cast<const T*>(args.v) + row * args.v_row + h * args.v_head + c0, args.v_row, last);
-      } else {
-        bring_rows<kDepth>(sh.q[n], static_cast<const T*>(args.q) + row * args.q_row + hk * args.q_head, args.q_row, last);
+      if (last < kChunk) {  // what is not there is zeros
+        for (int i = last; i < kChunk; ++i) {
+          *reinterpret_cast<float2*>(&to[i][4 * lane]) = float2{0, 0};
+          if (of_k && lane < kColumns / 4) *reinterpret_cast<float2*>(&sh.v[n][i][4 * lane]) = float2{0, 0};
+        }
+        __syncwarp();
       }
-      there.arrive_behind(of_k ? sizeof(sh.of_k[n]) : sizeof(sh.of_q[n]));
       if (lane == 0) {
-        if (of_k)
-          copy_bulk(&sh.of_k[n], &from.columns, sizeof(sh.of_k[n]), there.address());
-        else
-          copy_bulk(&sh.of_q[n], &from.q, sizeof(sh.of_q[n]), there.address());
+        sm90::barrier_expect(there.address(), bytes + last * int((kDepth + (of_k ? kColumns : 0)) * sizeof(T)));
+        const Prepared& from = prepared[(number + chunk) * args.hv + h];
+        copy_bulk(of_k ? static_cast<void*>(&sh.of_k[n]) : &sh.of_q[n], of_k ? static_cast<const void*>(&from.columns) : &from.q, bytes,
+                  there.address());
       }
       __syncwarp();
+#pragma unroll 1
+      for (int i = lane; i < last; i += 32) {
+        copy_bulk(to[i], keys + (row + i) * step, kDepth * sizeof(T), there.address());
+        if (of_k) copy_bulk(sh.v[n][i], values + (row + i) * args.v_row, kColumns * sizeof(T), there.address());
+      }
       if (chunk + 2 >= chunks) continue;
       // What there is no room for yet is on its way into the L2 cache.
-      const int ahead = last_of(chunk + 2);
-      const int64_t far = row_of(chunk + 2);
+      const int ahead = last_of(chunk + 2), far = row_of(chunk + 2);
       const Prepared& next = prepared[(number + chunk + 2) * args.hv + h];
-      const T* const rows = of_k ? static_cast<const T*>(args.k) + far * args.k_row + hk * args.k_head
-                                 : static_cast<const T*>(args.q) + far * args.q_row + hk * args.q_head;
-      const int64_t step = of_k ? args.k_row : args.q_row;
-#pragma unroll
-      for (int i = lane / 2; i < kChunk; i += 16)
-        if (i < ahead) into_l2(rows + i * step + lane % 2 * (kDepth / 2));
-      if (of_k)
-        for (int i = lane; i < ahead; i += 32)
-          into_l2(static_cast<const T*>(args.v) + (far + i) * args.v_row + h * args.v_head + c0);
-      if (lane == 0) {
-        if (of_k)
-          bulk_into_l2(&next.columns, sizeof(sh.of_k[n]));
-        else
-          bulk_into_l2(&next.q, sizeof(sh.of_q[n]));
+      if (lane == 0) bulk_into_l2(of_k ? static_cast<const void*>(&next.columns) : &next.q, bytes);
+#pragma unroll 1
+      for (int i = lane; i < ahead; i += 32) {
+        bulk_into_l2(keys + (far + i) * step, kDepth * sizeof(T));
+        if (of_k) bulk_into_l2(values + (far + i) * args.v_row, kColumns * sizeof(T));
       }
-      __syncwarp();
     }
     return;
   }
@@ -187,27 +185,29 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
         for (int m = 0; m < 4; ++m)
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[m][e] = fmaf(decay[e / 2], x[m][e] + 0.0f, y[m][e] + 0.0f);
-        float o[kBlock], w[kBlock];
-        to_columns(o, x, turning);
+        put_rows(turning, x);
+        float w[kBlock];
 #pragma unroll
         for (int j = 0; j < kBlock; ++j) w[j] = sh.w[n][first + j][lane] + 0.0f;
         sh.w_free[n].arrive();
-        // order: the own block's rows, ascending
-        const Placed& own = of.own[part];
-#pragma unroll
-        for (int j = 0; j < kBlock; j += 2)
-#pragma unroll
-          for (int i = 0; i < kBlock / 2; ++i) {
-            if (j > i + 8) continue;
-            const float4 p = *reinterpret_cast<const float4*>(own + in_block(i, j));  // of rows i and i + 8
-            if (j <= i) o[i] = fmaf(p.x, w[j], o[i]);
-            if (j + 1 <= i) o[i] = fmaf(p.y, w[j + 1], o[i]);
-            o[i + 8] = fmaf(p.z, w[j], o[i + 8]);
-            if (j + 1 <= i + 8) o[i + 8] = fmaf(p.w, w[j + 1], o[i + 8]);
-          }
-        sh.q_free[n].arrive();
         T* const to = static_cast<T*>(args.out) + int64_t(row + first) * v_step + int64_t(h) * args.dv + c0 + lane;
-        each_row(last - first, [&](int i) { narrow(to[i * v_step], args.scale * o[i]); });
+#pragma unroll 1
+        for (int i = 0; i < kBlock / 2; ++i) {
+          float low = turning[i][lane], high = turning[i + 8][lane];
+          const float* const p = of.own[part] + in_block(i, 0);
+          // order: the own block's rows, ascending
+#pragma unroll
+          for (int j = 0; j < kBlock; j += 2) {
+            const float4 four = *reinterpret_cast<const float4*>(p + in_block(0, j));  // of rows i and i + 8
+            if (j <= i) low = fmaf(four.x, w[j], low);
+            if (j + 1 <= i) low = fmaf(four.y, w[j + 1], low);
+            if (j <= i + 8) high = fmaf(four.z, w[j], high);
+            if (j + 1 <= i + 8) high = fmaf(four.w, w[j + 1], high);
+          }
+          if (first + i < last) narrow(to[i * v_step], args.scale * low);
+          if (first + i + 8 < last) narrow(to[(i + 8) * v_step], args.scale * high);
+        }
+        sh.q_free[n].arrive();
       }
     }
     return;
@@ -258,6 +258,10 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       float w[kBlock];
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) w[i] = factors[i] * u[i];
+      if (first + kBlock > last) {  // rows that are not there add nothing, whatever the state is
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) w[i] = first + i < last ? w[i] : 0.0f;
+      }
       if (part < 3) {  // nobody multiplies the last block's
 #pragma unroll
         for (int i = 0; i < kBlock; ++i) sh.rounded_w[n][first + i][lane] = as_operand(w[i]);
@@ -267,7 +271,7 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       for (int i = 0; i < kBlock; i += 8) {
         float eight[8];
 #pragma unroll
-        for (int e = 0; e < 8; ++e) eight[e] = first + i + e < last ? as_operand(rest[i + e] * w[i + e]) : 0.0f;
+        for (int e = 0; e < 8; ++e) eight[e] = as_operand(rest[i + e] * w[i + e]);
         const int at = first % 32 / 8 + i / 8;
         put_eight(&sh.added[part / 2][0][0], lane * 32 + ((2 * at) ^ (lane % 8)) * 4, eight);
       }
@@ -276,7 +280,9 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       sh.k_free[n].arrive();
       if constexpr (KEEP) {
         float* const to = args.us + int64_t(row_of(chunk) + first) * v_step + int64_t(h) * args.dv + c0 + lane;
-        each_row(last - first, [&](int i) { to[i * v_step] = u[i]; });
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i)
+          if (first + i < last) to[i * v_step] = u[i];
       } else {
 #pragma unroll
         for (int i = 0; i < kBlock; ++i) sh.w[n][first + i][lane] = w[i];
@@ -385,13 +391,14 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       settle(added[0]), settle(added[1]);
     };
 #pragma unroll 1
-    for (int block = 0; block < 3; ++block) add(block);
-    const float whole = of.whole[0];
-    if (chunk + 1 < chunks) {
-      sh.k_there[(chunk + 1) % 2].wait((chunk + 1) / 2);
-      load_rows(next, sh.k[(chunk + 1) % 2], first);
+    for (int block = 0; block < 4; ++block) {
+      add(block);
+      if (block == 2 && chunk + 1 < chunks) {
+        sh.k_there[(chunk + 1) % 2].wait((chunk + 1) / 2);
+        load_rows(next, sh.k[(chunk + 1) % 2], first);
+      }
     }
-    add(3);
+    const float whole = of.whole[0];
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll
