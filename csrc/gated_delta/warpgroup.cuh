@@ -72,19 +72,6 @@ __device__ __forceinline__ void multiply_wide(float (&d)[4][4], WideRows& rows, 
   sm90::wgmma_commit();
 }
 
-// Of a block's rows those that there are, mostly all.
-template <class F>
-__device__ __forceinline__ void each_row(int count, F to) {
-  if (count >= kBlock) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) to(i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i)
-      if (i < count) to(i);
-  }
-}
-
 // A warp's tiles of 16 rows to a column a thread.
 __device__ __forceinline__ void to_columns(float (&to)[kBlock], const float (&from)[4][4], float (*through)[kColumns + 8]) {
   const int lane = threadIdx.x % 32, gid = lane / 4, tig = lane % 4;
@@ -98,6 +85,46 @@ __device__ __forceinline__ void to_columns(float (&to)[kBlock], const float (&fr
   for (int i = 0; i < kBlock; ++i) to[i] = through[i][lane];
   __syncwarp();
 }
+
+// What a warp brings of a chunk, by the copy engine: rows of keys or queries, of some columns of values where these are
+// wanted, and numbers of Prepared. The L2 cache is asked for the chunk after the next one, for which there is no room yet.
+template <class T>
+struct Source {
+  const T *rows, *values;  // of the whole call; values: or null
+  int64_t step, values_step;
+
+  __device__ __forceinline__ void bring(T (*to)[kDepth + 8], T (*to_values)[kColumns + 8], void* to_numbers, const void* numbers,
+                                        int bytes, int row, int last, Passed& there) const {
+    const int lane = threadIdx.x % 32;
+    if (last < kChunk) {  // what is not there is zeros
+#pragma unroll 1
+      for (int i = last; i < kChunk; ++i) {
+        *reinterpret_cast<float2*>(&to[i][4 * lane]) = float2{0, 0};
+        if (values && lane < kColumns / 4) *reinterpret_cast<float2*>(&to_values[i][4 * lane]) = float2{0, 0};
+      }
+      __syncwarp();
+    }
+    if (lane == 0) {
+      sm90::barrier_expect(there.address(), bytes + last * int((kDepth + (values ? kColumns : 0)) * sizeof(T)));
+      copy_bulk(to_numbers, numbers, bytes, there.address());
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < last; i += 32) {
+      copy_bulk(to[i], rows + (row + i) * step, kDepth * sizeof(T), there.address());
+      if (values) copy_bulk(to_values[i], values + (row + i) * values_step, kColumns * sizeof(T), there.address());
+    }
+  }
+  __device__ __forceinline__ void ask(const void* numbers, int bytes, int row, int last) const {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) bulk_into_l2(numbers, bytes);
+#pragma unroll 1
+    for (int i = lane; i < last; i += 32) {
+      bulk_into_l2(rows + (row + i) * step, kDepth * sizeof(T));
+      if (values) bulk_into_l2(values + (row + i) * values_step, kColumns * sizeof(T));
+    }
+  }
+};
 
 #endif
 

@@ -113,45 +113,21 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     const bool of_k = warp == 12;
     if (warp > (KEEP ? 12 : 13)) return;
-    const int64_t step = of_k ? args.k_row : args.q_row;
-    const T* const keys = of_k ? static_cast<const T*>(args.k) + hk * args.k_head : static_cast<const T*>(args.q) + hk * args.q_head;
-    const T* const values = static_cast<const T*>(args.v) + h * args.v_head + c0;
+    const Source<T> from{
+        of_k ? static_cast<const T*>(args.k) + hk * args.k_head : static_cast<const T*>(args.q) + hk * args.q_head,
+        of_k ? static_cast<const T*>(args.v) + h * args.v_head + c0 : nullptr, of_k ? args.k_row : args.q_row, args.v_row};
     const int bytes = of_k ? sizeof(sh.of_k[0]) : sizeof(sh.of_q[0]);
+    const auto numbers_of = [&](int chunk) {
+      const Prepared& all = prepared[(number + chunk) * args.hv + h];
+      return of_k ? static_cast<const void*>(&all.columns) : &all.q;
+    };
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int n = chunk % 2, use = chunk / 2, last = last_of(chunk), row = row_of(chunk);
-      auto& to = of_k ? sh.k[n] : sh.q[n];
-      Passed& there = (of_k ? sh.k_there : sh.q_there)[n];
+      const int n = chunk % 2, use = chunk / 2, far = chunk + 2;
       if (use) (of_k ? sh.k_free : sh.q_free)[n].wait(use - 1);
-      if (last < kChunk) {  // what is not there is zeros
-        for (int i = last; i < kChunk; ++i) {
-          *reinterpret_cast<float2*>(&to[i][4 * lane]) = float2{0, 0};
-          if (of_k && lane < kColumns / 4) *reinterpret_cast<float2*>(&sh.v[n][i][4 * lane]) = float2{0, 0};
-        }
-        __syncwarp();
-      }
-      if (lane == 0) {
-        sm90::barrier_expect(there.address(), bytes + last * int((kDepth + (of_k ? kColumns : 0)) * sizeof(T)));
-        const Prepared& from = prepared[(number + chunk) * args.hv + h];
-        copy_bulk(of_k ? static_cast<void*>(&sh.of_k[n]) : &sh.of_q[n], of_k ? static_cast<const void*>(&from.columns) : &from.q, bytes,
-                  there.address());
-      }
-      __syncwarp();
-#pragma unroll 1
-      for (int i = lane; i < last; i += 32) {
-        copy_bulk(to[i], keys + (row + i) * step, kDepth * sizeof(T), there.address());
-        if (of_k) copy_bulk(sh.v[n][i], values + (row + i) * args.v_row, kColumns * sizeof(T), there.address());
-      }
-      if (chunk + 2 >= chunks) continue;
-      // What there is no room for yet is on its way into the L2 cache.
-      const int ahead = last_of(chunk + 2), far = row_of(chunk + 2);
-      const Prepared& next = prepared[(number + chunk + 2) * args.hv + h];
-      if (lane == 0) bulk_into_l2(of_k ? static_cast<const void*>(&next.columns) : &next.q, bytes);
-#pragma unroll 1
-      for (int i = lane; i < ahead; i += 32) {
-        bulk_into_l2(keys + (far + i) * step, kDepth * sizeof(T));
-        if (of_k) bulk_into_l2(values + (far + i) * args.v_row, kColumns * sizeof(T));
-      }
+      from.bring(of_k ? sh.k[n] : sh.q[n], sh.v[n], of_k ? static_cast<void*>(&sh.of_k[n]) : &sh.of_q[n], numbers_of(chunk),
+                 bytes, row_of(chunk), last_of(chunk), (of_k ? sh.k_there : sh.q_there)[n]);
+      if (far < chunks) from.ask(numbers_of(far), bytes, row_of(far), last_of(far));
     }
     return;
   }

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
 
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2; ++n)
-      sh.k_there[n].init(kBringing), sh.k_free[n].init(4), sh.q_there[n].init(kBringing), sh.q_free[n].init(4);
+      sh.k_there[n].init(1), sh.k_free[n].init(4), sh.q_there[n].init(1), sh.q_free[n].init(4);
     for (int n = 0; n < 4; ++n) sh.solved[n].init(1), sh.placed[n].init(1);
     sh.s_there.init(4), sh.given_there.init(4), sh.given_free.init(4), sh.of_outputs_there.init(4), sh.of_outputs_free.init(4);
     sm90::barrier_init_fence();
@@ -75,7 +75,23 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (warp > 9) return;
-    bring_chunks<T>(sh, sh.dout, warp == 8, args, prepared, chunks, hk, h, c0, row_of, last_of, place_of);
+    const bool of_k = warp == 8;
+    const Source<T> from{
+        of_k ? static_cast<const T*>(args.k) + hk * args.k_head : static_cast<const T*>(args.q) + hk * args.q_head,
+        of_k ? nullptr : static_cast<const T*>(args.dout) + int64_t(h) * args.dv_size + c0, of_k ? args.k_row : args.q_row, v_step};
+    const int bytes = of_k ? sizeof(sh.of_k[0]) : sizeof(sh.of_q[0]);
+    const auto numbers_of = [&](int turn) {
+      const Prepared& all = prepared[place_of(turn)];
+      return of_k ? static_cast<const void*>(&all.k) : &all.q;
+    };
+#pragma unroll 1
+    for (int turn = 0; turn < chunks; ++turn) {
+      const int n = turn % 2, use = turn / 2, far = turn + 2;
+      if (use) (of_k ? sh.k_free : sh.q_free)[n].wait(use - 1);
+      from.bring(of_k ? sh.k[n] : sh.q[n], sh.dout[n], of_k ? static_cast<void*>(&sh.of_k[n]) : &sh.of_q[n], numbers_of(turn),
+                 bytes, row_of(turn), last_of(turn), (of_k ? sh.k_there : sh.q_there)[n]);
+      if (far < chunks) from.ask(numbers_of(far), bytes, row_of(far), last_of(far));
+    }
     return;
   }
 
@@ -220,7 +236,10 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   float w[kBlock] = {};  // the gradients of u of this warp's rows, a column a thread
   const auto write_dus = [&](int turn) {
     float* const to = args.dus + int64_t(row_of(turn) + first) * v_step + int64_t(h) * args.dv_size + c0 + lane;
-    each_row(last_of(turn) - first, [&](int i) { to[i * v_step] = w[i]; });
+    const int last = last_of(turn) - first;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i)
+      if (i < last) to[i * v_step] = w[i];
   };
   WideRows rows;  // of keys: this warp's of the next chunk
   if (chunks) {
