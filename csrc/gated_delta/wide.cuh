@@ -257,8 +257,9 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       if constexpr (KEEP) {
         float* const to = args.us + int64_t(row_of(chunk) + first) * v_step + int64_t(h) * args.dv + c0 + lane;
 #pragma unroll
-        for (int i = 0; i < kBlock; ++i)
-          if (first + i < last) to[i * v_step] = u[i];
+        for (int i = 0; i < kBlock; ++i) sh.w[n][first + i][lane] = u[i];
+#pragma unroll 1
+        for (int i = 0; i < min(last - first, kBlock); ++i) to[i * v_step] = sh.w[n][first + i][lane];
       } else {
 #pragma unroll
         for (int i = 0; i < kBlock; ++i) sh.w[n][first + i][lane] = w[i];

@@ -236,10 +236,12 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   float w[kBlock] = {};  // the gradients of u of this warp's rows, a column a thread
   const auto write_dus = [&](int turn) {
     float* const to = args.dus + int64_t(row_of(turn) + first) * v_step + int64_t(h) * args.dv_size + c0 + lane;
-    const int last = last_of(turn) - first;
+    // By a loop, which needs them in shared memory: what all warps run is to have room in the cache of instructions
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i)
-      if (i < last) to[i * v_step] = w[i];
+    for (int i = 0; i < kBlock; ++i) turning[i][lane] = w[i];
+    const int last = min(last_of(turn) - first, kBlock);
+#pragma unroll 1
+    for (int i = 0; i < last; ++i) to[i * v_step] = turning[i][lane];
   };
   WideRows rows;  // of keys: this warp's of the next chunk
   if (chunks) {
