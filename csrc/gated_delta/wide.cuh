@@ -33,10 +33,13 @@ struct WideShared {
   float w[2][kChunk][kColumns];               // as it is, and as multiplied
   float rounded_w[2][kChunk][kColumns + 4];
   float turning[4][kBlock][kColumns + 8];     // outputs on their way to a column a thread
-  Passed k_there[2], k_free[2], q_there[2], q_free[2], w_there[2], w_free[2];
+  Passed k_there[2], k_free[2], q_there[2], q_free[2], w_there[2][4], w_free[2];
   Passed s_there, s_given[2], s_free[2];      // among those that have it, and for the outputs
   Passed left_there[4], solved[4], placed[4];
+  // A warp's dims of the state on their way to device memory, where it is kept: then there are no queries
+  __device__ __forceinline__ KeptDims& kept(int part) { return reinterpret_cast<KeptDims*>(&q[0][0][0])[part]; }
 };
+static_assert(4 * sizeof(KeptDims) <= sizeof(uint16_t[2][kChunk][kDepth + 8]));
 template <class T>
 constexpr int kWideBytes = sizeof(WideShared<T>) + 1024;  // from a 1,024-byte boundary on
 static_assert(kWideBytes<uint16_t> <= 227 << 10);
@@ -61,15 +64,6 @@ __device__ __forceinline__ void multiply_block(float (&d)[4][4], const float (&x
 #pragma unroll
     for (int n = 0; n < 4; ++n) product(d[n], x[half], here[8 * n], here[8 * n + kColumns + 4]);
   }
-}
-// A warp's tiles of 16 rows, as (row, column).
-__device__ __forceinline__ void put_rows(float (*to)[kColumns + 8], const float (&from)[4][4]) {
-  const int gid = threadIdx.x % 32 / 4, tig = threadIdx.x % 4;
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      *reinterpret_cast<float2*>(&to[gid + 8 * half][8 * n + 2 * tig]) = float2{from[n][2 * half], from[n][2 * half + 1]};
 }
 // N neighbours of numbers that a chunk's rows have.
 template <int N>
@@ -101,7 +95,8 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2; ++n) {
       sh.k_there[n].init(1), sh.k_free[n].init(8), sh.q_there[n].init(1), sh.q_free[n].init(4);
-      sh.s_given[n].init(4), sh.s_free[n].init(4), sh.w_there[n].init(4), sh.w_free[n].init(4);
+      sh.s_given[n].init(4), sh.s_free[n].init(4), sh.w_free[n].init(4);
+      for (int m = 0; m < 4; ++m) sh.w_there[n][m].init(1);
     }
     for (int n = 0; n < 4; ++n) sh.left_there[n].init(1), sh.solved[n].init(1), sh.placed[n].init(1);
     sh.s_there.init(4);
@@ -148,12 +143,12 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
         sm90::wgmma_wait<0>();
         settle(x);
         sh.s_free[n].arrive();
-        sh.w_there[n].wait(use);
         // order: blocks of 16 rows, ascending
 #pragma unroll 1
         for (int m = 0; m < part; ++m) {
           float left[2][4];
           load_block(left, of.p[part * (part - 1) / 2 + m]);
+          sh.w_there[n][m].wait(use);
           multiply_block(y, left, &sh.rounded_w[n][kBlock * m]);
         }
         const float decay[2] = {of.decay[first + gid], of.decay[first + gid + 8]};
@@ -162,6 +157,7 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[m][e] = fmaf(decay[e / 2], x[m][e] + 0.0f, y[m][e] + 0.0f);
         put_rows(turning, x);
+        sh.w_there[n][part].wait(use);
         float w[kBlock];
 #pragma unroll
         for (int j = 0; j < kBlock; ++j) w[j] = sh.w[n][first + j][lane] + 0.0f;
@@ -263,7 +259,7 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       } else {
 #pragma unroll
         for (int i = 0; i < kBlock; ++i) sh.w[n][first + i][lane] = w[i];
-        sh.w_there[n].arrive();
+        sh.w_there[n][part].arrive();
       }
     }
     return;
@@ -303,8 +299,11 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       for (int n = 0; n < 4; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) to[2 * t * (kColumns * 32) + 256 * n + places[e]] = as_operand(s[t][n][e]);
+    if constexpr (KEEP) put_dims(sh.kept(part), s);
     written_for_products();
     sh.s_there.arrive();
+    if constexpr (KEEP)
+      store_dims(args.states + ((number + chunk) * args.hv + h) * plane + c0, args.dv, first, sh.kept(part));
   };
   const uint64_t of_added = operand_of<kColumns>(sh.added, 0, 0);
   NarrowRows next;  // keys: this warp's of the next chunk
@@ -323,8 +322,6 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       widen_rows<T>(rows, next);
       sh.s_there.wait(chunk);
       multiply_wide(x, rows, sh.s[n]);
-      // Behind the barrier that those wait for who read the state: it would wait for stores too
-      if constexpr (KEEP) write_to(args.states + ((number + chunk) * args.hv + h) * plane + c0);
       const float beta[2] = {of.beta[first + gid], of.beta[first + gid + 8]};
       const float decay[2] = {of.decay[first + gid], of.decay[first + gid + 8]};
       float v[4][4];
@@ -388,6 +385,7 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
     publish(chunk + 1);
   }
   if (args.final_state) write_to(args.final_state + whose);
+  if constexpr (KEEP) copies_back_end();
 #endif
 }
 

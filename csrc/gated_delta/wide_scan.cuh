@@ -31,6 +31,7 @@ struct WideScanShared {
   float4 given[4][4][32], of_outputs[4][2][4][32];             // what they give to a chunk's rows and to the state
   float w[kChunk][kColumns + 4];                               // the gradients of u, as multiplied
   float turning[4][kBlock][kColumns + 8];
+  KeptDims kept[4];                                            // a warp's of the state's gradient, on their way to memory
   Passed k_there[2], k_free[2], q_there[2], q_free[2], s_there, solved[4], placed[4];
   Passed given_there, given_free, of_outputs_there, of_outputs_free;
 };
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     const int c = 2 * tig + e % 2, of_dim = (2 * (part % 2) + e / 2) * 2 + gid % 2;
     places[e] = part / 2 * (kColumns * 32) + c * 32 + (of_dim ^ c) * 4 + gid / 2;
   }
-  const auto publish = [&] {
+  const auto publish = [&](int turn) {
     float* const to = &sh.s[0][0][0];
 #pragma unroll
     for (int t = 0; t < 2; ++t)
@@ -229,8 +230,10 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
       for (int n = 0; n < 4; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) to[2 * t * (kColumns * 32) + 256 * n + places[e]] = as_operand(s[t][n][e]);
+    put_dims(sh.kept[part], s);
     written_for_products();
     sh.s_there.arrive();
+    store_dims(args.dstates + place_of(turn) * plane + c0, args.dv_size, first, sh.kept[part]);
   };
   auto& turning = sh.turning[part];
   float w[kBlock] = {};  // the gradients of u of this warp's rows, a column a thread
@@ -245,7 +248,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   };
   WideRows rows;  // of keys: this warp's of the next chunk
   if (chunks) {
-    publish();
+    publish(0);
     sh.k_there[0].wait(0);
     load_rows(rows, sh.k[0], first);
   }
@@ -257,7 +260,6 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     sh.s_there.wait(turn);
     multiply_wide(x, rows, sh.s);
     // Behind the barrier that those wait for who read the state: it would wait for stores too
-    write_to(args.dstates + place_of(turn) * plane + c0);
     if (turn) write_dus(turn - 1);
     const float rest[2] = {of.rest[first + gid], of.rest[first + gid + 8]};
     sh.given_there.wait(turn);
@@ -363,10 +365,11 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
         for (int e = 0; e < 4; ++e) s[t][m][e] = fmaf(whole, s[t][m][e], added[t][m][e]);
     sh.k_free[n].arrive();
     if (turn + 1 == chunks) break;
-    publish();
+    publish(turn + 1);
   }
   if (chunks) write_dus(chunks - 1);
   if (args.dinitial) write_to(args.dinitial + whose);
+  copies_back_end();
 #endif
 }
 
