@@ -309,13 +309,14 @@ void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, T
     launch<__half>(args, between, is_prepared, wide, chunks, device, stream);
 }
 
-// Whole sequences, or with slots those of more than one row; a block takes this many columns.
+// Whole sequences, or with slots those of more than one row; a block takes this many columns. prepared: of sequences that
+// go on from a chunk's start by the warpgroup instruction.
 void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                         std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
                         std::optional<Tensor> us, std::optional<Tensor> state, std::optional<Tensor> open_k,
                         std::optional<Tensor> open_u, std::optional<Tensor> open_g, std::optional<Tensor> slots,
-                        std::optional<Tensor> context_lens, double scale, bool l2norm, int64_t columns,
-                        std::optional<Tensor> out) {
+                        std::optional<Tensor> context_lens, std::optional<Tensor> prepared, double scale, bool l2norm,
+                        int64_t columns, std::optional<Tensor> out) {
   GatedDeltaChunks args{};
   fill_rows(args, q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const auto aligned = [](const Tensor& t) {
@@ -343,6 +344,17 @@ void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Ten
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
+  if (prepared) {
+    STD_TORCH_CHECK(slots && out && args.wide_beta && g.is_contiguous() && beta.is_contiguous(),
+                    "gated_delta: prepared: expected slots, outputs, contiguous fp32 gates");
+    delta::Prepared* const to = prepared_of(*prepared, args);
+    const GatedDeltaBackward rows = rows_of(args);
+    args.within = true;
+    if (q.scalar_type() == ScalarType::BFloat16)
+      launch<__nv_bfloat16>(args, rows, to, true, device, stream);
+    else
+      launch<__half>(args, rows, to, true, device, stream);
+  }
   if (q.scalar_type() == ScalarType::BFloat16)
     columns == 32 ? launch<__nv_bfloat16, 32>(args, device, stream) : launch<__nv_bfloat16, 64>(args, device, stream);
   else

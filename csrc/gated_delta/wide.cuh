@@ -74,7 +74,8 @@ __device__ __forceinline__ void take_numbers(float (&to)[N], const float* from) 
 
 #endif
 
-// KEEP: for the backward, states at chunk starts and u in place of outputs.
+// KEEP: for the backward, states at chunk starts and u in place of outputs. With slots: of the sequences that go on from a
+// chunk's start.
 template <class T, bool KEEP>
 __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedDeltaChunks args, const Prepared* prepared) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -88,7 +89,15 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
   const int chunks = (end - begin + kChunk - 1) / kChunk;
   const int64_t number = begin / kChunk + b;  // of the first chunk
   const int64_t plane = int64_t(kDepth) * args.dv, v_step = int64_t(args.hv) * args.dv;
-  const int64_t whose = (int64_t(b) * args.hv + h) * plane + c0;
+  int slot = -1;
+  bool goes_on = false;  // from the slot's state
+  if (!KEEP && args.slots) {
+    if (end - begin <= 1) return;  // single rows are decode.cuh's
+    slot = args.slots[b] < args.slot_count ? args.slots[b] : -1;
+    const int position = slot >= 0 ? max(args.context_lens[b] - (end - begin), 0) : 0;
+    if (position % kChunk) return;  // what goes on within a chunk is chunks.cuh's
+    goes_on = position > 0;
+  }
   const auto row_of = [&](int chunk) { return begin + chunk * kChunk; };
   const auto last_of = [&](int chunk) { return min(kChunk, end - row_of(chunk)); };
 
@@ -260,6 +269,11 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
 #pragma unroll
         for (int i = 0; i < kBlock; ++i) sh.w[n][first + i][lane] = w[i];
         sh.w_there[n][part].arrive();
+        if (slot >= 0 && last < kChunk) {  // it stays open
+          float* const to = args.open_w + slot * args.w_slot + int64_t(h) * args.dv + c0 + lane;
+#pragma unroll 1
+          for (int i = first; i < min(last, first + kBlock); ++i) to[i * v_step] = sh.w[n][i][lane];
+        }
       }
     }
     return;
@@ -277,9 +291,12 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
         for (int half = 0; half < 2; ++half)
           to(s[t][n][2 * half], s[t][n][2 * half + 1], (64 * t + first + gid + 8 * half) * args.dv + 8 * n + 2 * tig);
   };
+  const int64_t whose = (int64_t(b) * args.hv + h) * plane + c0;
+  float* const held = slot >= 0 ? args.state + slot * args.state_slot + h * plane + c0 : nullptr;
+  const float* const initial = goes_on ? held : args.initial ? args.initial + whose : nullptr;
   each_pair([&](float& x, float& y, int at) {
     float2 two{0, 0};
-    if (args.initial) two = *reinterpret_cast<const float2*>(args.initial + whose + at);
+    if (initial) two = *reinterpret_cast<const float2*>(initial + at);
     x = two.x, y = two.y;
   });
   const auto write_to = [&](float* to) {
@@ -341,6 +358,7 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       sh.left_there[part].arrive();
       if constexpr (!KEEP) sh.s_given[n].arrive();  // the outputs' products come behind those that all wait for
     }
+    if (!KEEP && args.slots && last_of(chunk) < kChunk) break;  // the state is that of the last boundary
     float added[2][4][4] = {};
     // order: rows ascending in the accumulator, eight at a time
     const auto add = [&](int block) {
@@ -384,6 +402,7 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
     if (!KEEP && chunk) sh.s_free[(chunk + 1) % 2].wait((chunk + 1) / 2 - 1);
     publish(chunk + 1);
   }
+  if (held && end - begin >= kChunk) write_to(held);
   if (args.final_state) write_to(args.final_state + whose);
   if constexpr (KEEP) copies_back_end();
 #endif
