@@ -75,7 +75,8 @@ __device__ __forceinline__ void multiply_wide(float (&d)[4][4], WideRows& rows, 
 }
 
 // A warp's tiles of 16 rows, as (row, column).
-__device__ __forceinline__ void put_rows(float (*to)[kColumns + 8], const float (&from)[4][4]) {
+template <int PITCH>
+__device__ __forceinline__ void put_rows(float (*to)[PITCH], const float (&from)[4][4]) {
   const int gid = threadIdx.x % 32 / 4, tig = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < 4; ++n)
@@ -126,7 +127,7 @@ struct Source {
     }
     if (lane == 0) {
       sm90::barrier_expect(there.address(), bytes + last * int((kDepth + (values ? kColumns : 0)) * sizeof(T)));
-      copy_bulk(to_numbers, numbers, bytes, there.address());
+      if (bytes) copy_bulk(to_numbers, numbers, bytes, there.address());
     }
     __syncwarp();
 #pragma unroll 1
