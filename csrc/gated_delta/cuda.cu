@@ -72,6 +72,9 @@ void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, Way way
     allow_shared_memory(delta::wide_kernel<T, KEEP>, delta::kWideBytes<T>, device, wide_allowed);
     delta::wide_kernel<T, KEEP><<<grid, delta::kWideWholeThreads, delta::kWideBytes<T>, stream>>>(args, prepared);
   } else {
+    if (!(twin_allowed.load(std::memory_order_relaxed) >> (device & 63) & 1))  // for two blocks, all that there is
+      VX_CUDA_CHECK(cudaFuncSetAttribute(delta::twin_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared));
     allow_shared_memory(delta::twin_kernel<T>, delta::kTwinBytes<T>, device, twin_allowed);
     delta::twin_kernel<T><<<grid, delta::kTwinThreads, delta::kTwinBytes<T>, stream>>>(args, prepared);
   }
