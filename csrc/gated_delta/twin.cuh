@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kTwinThreads, 2) twin_kernel(const GatedDeltaC
       }
       __syncwarp();
     };
-    for (int chunk = part == 0 || part == 3 ? -1 : 0; chunk < chunks; ++chunk) {
+    for (int chunk = chunks && (part == 0 || part == 3) ? -1 : 0; chunk < chunks; ++chunk) {
       const bool more = chunk + 1 < chunks;
       if (chunk < 0) {  // what others wait for is brought by these two
         if (part == 0)

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   }
 
   const int first = kBlock * part;
-  // Of this warp's dims keys or queries as a left operand: two of eight rows of each block and tile.
+  // Of this warp's dims keys as a left operand: two of eight rows of each block and tile.
   const auto load_dims = [&](uint32_t (&to)[4][2][4], const T (*rows)[kDepth + 8]) {
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   };
 
   if (warp >= 4) {
-    const uint64_t of_d = operand_of<kColumns>(sh.d, 0, 0);
+    const uint64_t of_d = operand_of<kColumns>(sh.d, 0, 0), of_decayed = operand_of<kColumns>(sh.decayed, 0, 0);
     for (int turn = 0; turn < chunks; ++turn) {
       const int n = turn % 2, use = turn / 2;
       const auto& of = sh.of_q[n];
@@ -153,32 +153,39 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
       }
       written_for_products();
       meet_outputs();
-      // This warp's rows: columns of P, whose rows before them are zeros.
-      float rows[4][4] = {}, left[kChunk / 8][4];
-#pragma unroll
-      for (int i = 0; i < kChunk / 8; ++i) {
-        const int m = i / 2;
-        const Placed& from = m == part ? of.own[m] : of.p[m > part ? m * (m - 1) / 2 + part : 0];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float p = as_operand(from[in_block(i % 2 * 8 + 2 * tig + e % 2, gid + e / 2 * 8)]);
-          left[i][e] = m >= part ? p : 0.0f;
-        }
-      }
-      settle(left), settle(rows);
+      float rows[4][4] = {}, added[2][4][4] = {};
       // order: rows ascending
-      sm90::wgmma_begin();
+#pragma unroll 1
+      for (int m = 0; m < 4; ++m) {
+        // This warp's rows: columns of P, whose rows before them are zeros; and its dims of the queries
+        const Placed& from = m == part ? of.own[m] : of.p[m > part ? m * (m - 1) / 2 + part : 0];
+        float left[2][4], of_dims[2][2][4];
 #pragma unroll
-      for (int i = 0; i < kChunk / 8; ++i) wide_product(rows, left[i], operand_behind(of_d, 8 * i));
-      sm90::wgmma_commit();
-      uint32_t dims[4][2][4];
-      load_dims(dims, sh.q[n]);
-      sm90::wgmma_wait<0>();
-      settle(rows);
-      float added[2][4][4] = {};
-      multiply_dims(added, dims, sh.decayed, [] {});
-      sm90::wgmma_wait<0>();
-      settle(added[0]), settle(added[1]);
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float p = as_operand(from[in_block(8 * half + 2 * tig + e % 2, gid + e / 2 * 8)]);
+            left[half][e] = m >= part ? p : 0.0f;
+          }
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          uint32_t dims[4];
+          load_transposed(dims, &sh.q[n][kBlock * m + lane % 8 + lane / 16 * 8][64 * t + first + lane / 8 % 2 * 8]);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) widen_four<T>(of_dims[half][t], dims[2 * half], dims[2 * half + 1]);
+        }
+        settle(left), settle(of_dims[0]), settle(of_dims[1]), settle(rows), settle(added[0]), settle(added[1]);
+        sm90::wgmma_begin();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          wide_product(rows, left[half], operand_behind(of_d, kBlock * m + 8 * half));
+#pragma unroll
+          for (int t = 0; t < 2; ++t) wide_product(added[t], of_dims[half][t], operand_behind(of_decayed, kBlock * m + 8 * half));
+        }
+        sm90::wgmma_commit();
+        sm90::wgmma_wait<0>();
+        settle(rows), settle(added[0]), settle(added[1]);
+      }
       sh.q_free[n].arrive();
       if (turn) sh.given_free.wait(turn - 1);
 #pragma unroll
