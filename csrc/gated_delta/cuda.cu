@@ -68,17 +68,19 @@ void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, Way way
   if (way == Way::kPairs) {
     allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
     delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
   } else if (way == Way::kWide || KEEP) {
     allow_shared_memory(delta::wide_kernel<T, KEEP>, delta::kWideBytes<T>, device, wide_allowed);
     delta::wide_kernel<T, KEEP><<<grid, delta::kWideWholeThreads, delta::kWideBytes<T>, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
   } else {
     if (!(twin_allowed.load(std::memory_order_relaxed) >> (device & 63) & 1))  // for two blocks, all that there is
       VX_CUDA_CHECK(cudaFuncSetAttribute(delta::twin_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
                                          cudaSharedmemCarveoutMaxShared));
     allow_shared_memory(delta::twin_kernel<T>, delta::kTwinBytes<T>, device, twin_allowed);
     delta::twin_kernel<T><<<grid, delta::kTwinThreads, delta::kTwinBytes<T>, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
   }
-  VX_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class T>

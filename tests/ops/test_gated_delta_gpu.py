@@ -58,34 +58,28 @@ def test_a_name_says_which_way_sequences_go():
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90 GPU"
 )
+@pytest.mark.parametrize("before", [0, 64, 128, 40])
 @pytest.mark.parametrize("tile", ["32 wide", "32 twin"])
 @pytest.mark.parametrize("lengths", [(64,), (1, 0, 2), (63, 64, 65, 0, 300), (700,)], ids=str)
-def test_prefills_by_whole_sequences_have_the_bits_of_chunks(tile, lengths):
-    """From a chunk's start with a state or without one, within a chunk, without a slot, and single rows, which are left."""
+def test_prefills_by_whole_sequences_have_the_bits_of_chunks(tile, lengths, before):
+    """From a chunk's start with a state or without one, within a chunk, without a slot; single rows, which are left."""
     from vexact_ops.gated_delta import cuda
 
-    hk, hv, d, count = 2, 4, 128, len(lengths)
-    draw = torch.Generator("cuda").manual_seed(count)
-    new = functools.partial(torch.randn, generator=draw, device="cuda")
-    tokens = sum(lengths)
+    hk, hv, d, count, tokens = 2, 4, 128, len(lengths), sum(lengths)
+    new = functools.partial(torch.randn, generator=torch.Generator("cuda").manual_seed(count), device="cuda")
     q, k, v = (new(tokens, heads, d).bfloat16() for heads in (hk, hk, hv))
     g, beta = -0.1 * new(tokens, hv).abs(), new(tokens, hv).sigmoid().bfloat16()
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-    for before in (0, 64, 128, 40):
-        lens = offsets.diff() + before
-        slots = torch.arange(count, 0, -1, dtype=torch.int32, device="cuda")
-        slots[-1] = -1 if before == 128 else slots[-1]
-        memory = [
-            new(count + 1, hv, d, d),
-            new(count + 1, 64, hk, d).bfloat16(),
-            new(count + 1, 64, hv, d),
-            new(count + 1, 64, hv),
-        ]
+    slots = torch.arange(count, 0, -1, dtype=torch.int32, device="cuda")
+    if before == 128:
+        slots[-1] = -1
+    held = new(count + 1, hv, d, d), new(count + 1, 64, hk, d).bfloat16(), new(count + 1, 64, hv, d)
+    memory = *held, -new(count + 1, 64, hv).abs()
 
-        def run(name, held):
-            out = torch.zeros_like(v)
-            cuda._paged("chunks", name, q, k, v, g, beta, held, (slots, lens, offsets), 0.3, True, out)
-            return out, *held
+    def run(name):
+        out, memory_of_it = torch.zeros_like(v), [t.clone() for t in memory]
+        step = slots, offsets.diff() + before, offsets
+        cuda._paged("chunks", name, q, k, v, g, beta, memory_of_it, step, 0.3, True, out)
+        return out, *memory_of_it
 
-        ours = run(f"sm90 chunks {tile}", [t.clone() for t in memory])
-        assert_bitwise(ours, run("sm90 chunks 32", [t.clone() for t in memory]))
+    assert_bitwise(run(f"sm90 chunks {tile}"), run("sm90 chunks 32"))
