@@ -96,14 +96,6 @@ __device__ __forceinline__ void into_l2(const void* from) { asm volatile("prefet
 __device__ __forceinline__ void bulk_into_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// From shared to device memory, by the copy engine: what has been written for it; and until it has read that, or ended.
-__device__ __forceinline__ void copy_back(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
-               "r"(sm90::shared_address(from)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void copies_back_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void copies_back_end() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {

@@ -76,14 +76,14 @@ __global__ void __launch_bounds__(kTwinThreads, 2) twin_kernel(const GatedDeltaC
       const Source<T> from{
           of_k ? static_cast<const T*>(args.k) + hk * args.k_head : static_cast<const T*>(args.q) + hk * args.q_head,
           of_k ? static_cast<const T*>(args.v) + h * args.v_head + c0 : nullptr, of_k ? args.k_row : args.q_row, args.v_row};
-      from.bring(of_k ? sh.k[chunk % 2] : sh.q[0], sh.v, of_k ? nullptr : &sh.of_q, &numbers_of(chunk).q,
+      from.copy(of_k ? sh.k[chunk % 2] : sh.q[0], sh.v, of_k ? nullptr : &sh.of_q, &numbers_of(chunk).q,
                  of_k ? 0 : int(sizeof(sh.of_q)), row_of(chunk), last_of(chunk), of_k ? sh.k_there[chunk % 2] : sh.q_there);
       if (!of_k) return;
       // The rest of it is on its way into the L2 cache meanwhile
       if (lane == 0) bulk_into_l2(&numbers_of(chunk), sizeof(Prepared));
 #pragma unroll 1
-      for (int i = lane; i < last_of(chunk); i += 32)
-        bulk_into_l2(static_cast<const T*>(args.q) + hk * args.q_head + (row_of(chunk) + i) * args.q_row, kDepth * sizeof(T));
+      for (int i = lane / 2; i < last_of(chunk); i += 16)
+        into_l2(static_cast<const T*>(args.q) + hk * args.q_head + (row_of(chunk) + i) * args.q_row + lane % 2 * (kDepth / 2));
     };
     const auto bring_numbers = [&](int chunk) {
       if (lane == 0) {

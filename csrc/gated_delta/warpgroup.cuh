@@ -93,22 +93,23 @@ __device__ __forceinline__ void to_columns(float (&to)[kBlock], const float (&fr
   __syncwarp();
 }
 
-// What a warp has of a state, 16 dims from `first` on and 16 that lie 64 behind, goes to device memory by the copy engine,
-// a row a lane, and nobody waits: as stores of those that have it, it took 1,800 cycles of a chunk's 6,500 (H200).
+// What a warp has of a state, 16 dims from `first` on and 16 that lie 64 behind, to device memory, 16 bytes a thread and
+// whole lines a row, through shared memory: stores of pairs as they lie in registers took 1,800 cycles of a chunk's 6,500.
 __device__ __forceinline__ void put_dims(KeptDims& to, const float (&s)[2][4][4]) {
-  copies_back_read();
-  __syncwarp();
 #pragma unroll
   for (int t = 0; t < 2; ++t) put_rows(&to[kBlock * t], s[t]);
 }
-// Once all have written for products.
+// Once all of the warp have put theirs.
 __device__ __forceinline__ void store_dims(float* to, int stride, int first, const KeptDims& from) {
-  const int lane = threadIdx.x % 32;
-  copy_back(to + int64_t(lane / kBlock * 64 + first + lane % kBlock) * stride, from[lane], kColumns * sizeof(float));
+  const int i = threadIdx.x % 32 / 8, c = threadIdx.x % 8 * 4;
+#pragma unroll
+  for (int n = 0; n < 2 * kBlock; n += 4)
+    *reinterpret_cast<float4*>(to + int64_t(n / kBlock * 64 + first + n % kBlock + i) * stride + c) =
+        *reinterpret_cast<const float4*>(&from[n + i][c]);
 }
 
-// What a warp brings of a chunk, by the copy engine: rows of keys or queries, of some columns of values where these are
-// wanted, and numbers of Prepared. The L2 cache is asked for the chunk after the next one, for which there is no room yet.
+// What a warp brings of a chunk: rows of keys or queries, of some columns of values where these are wanted, and numbers of
+// Prepared. The L2 cache is asked for the chunk after the next one, for which there is no room yet.
 template <class T>
 struct Source {
   const T *rows, *values;  // of the whole call; values: or null
@@ -116,8 +117,17 @@ struct Source {
 
   __device__ __forceinline__ void bring(T (*to)[kDepth + 8], T (*to_values)[kColumns + 8], void* to_numbers, const void* numbers,
                                         int bytes, int row, int last, Passed& there) const {
+    bring_some<kDepth>(to, rows + row * step, step, last);
+    if (values) bring_some<kColumns>(to_values, values + row * values_step, values_step, last);
+    there.arrive_behind(bytes);
+    if (bytes && threadIdx.x % 32 == 0) copy_bulk(to_numbers, numbers, bytes, there.address());
+    __syncwarp();
+  }
+  // The same by the copy engine alone, which takes few registers: one arrival, and rows that are not there apart.
+  __device__ __forceinline__ void copy(T (*to)[kDepth + 8], T (*to_values)[kColumns + 8], void* to_numbers, const void* numbers,
+                                       int bytes, int row, int last, Passed& there) const {
     const int lane = threadIdx.x % 32;
-    if (last < kChunk) {  // what is not there is zeros
+    if (last < kChunk) {
 #pragma unroll 1
       for (int i = last; i < kChunk; ++i) {
         *reinterpret_cast<float2*>(&to[i][4 * lane]) = float2{0, 0};
@@ -140,10 +150,20 @@ struct Source {
     const int lane = threadIdx.x % 32;
     if (lane == 0) bulk_into_l2(numbers, bytes);
 #pragma unroll 1
-    for (int i = lane; i < last; i += 32) {
-      bulk_into_l2(rows + (row + i) * step, kDepth * sizeof(T));
-      if (values) bulk_into_l2(values + (row + i) * values_step, kColumns * sizeof(T));
-    }
+    for (int i = lane / 2; i < last; i += 16) into_l2(rows + (row + i) * step + lane % 2 * (kDepth / 2));
+    if (values)
+#pragma unroll 1
+      for (int i = lane; i < last; i += 32) into_l2(values + (row + i) * values_step);
+  }
+
+ private:
+  // As bring_rows, in less code.
+  template <int WIDTH>
+  static __device__ __forceinline__ void bring_some(T (*to)[WIDTH + 8], const T* from, int64_t step, int last) {
+    constexpr int kParts = WIDTH / 8, kRows = 32 / kParts;
+    const int i = threadIdx.x % 32 / kParts, part = threadIdx.x % kParts * 8;
+#pragma unroll 4
+    for (int n = i; n < kChunk; n += kRows) copy16(&to[n][part], from + (n < last ? n : 0) * step + part, n < last);
   }
 };
 

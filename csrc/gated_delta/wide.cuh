@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
 
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2; ++n) {
-      sh.k_there[n].init(1), sh.k_free[n].init(8), sh.q_there[n].init(1), sh.q_free[n].init(4);
+      sh.k_there[n].init(kBringing), sh.k_free[n].init(8), sh.q_there[n].init(kBringing), sh.q_free[n].init(4);
       sh.s_given[n].init(4), sh.s_free[n].init(4), sh.w_free[n].init(4);
       for (int m = 0; m < 4; ++m) sh.w_there[n][m].init(1);
     }
@@ -319,8 +319,6 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
     if constexpr (KEEP) put_dims(sh.kept(part), s);
     written_for_products();
     sh.s_there.arrive();
-    if constexpr (KEEP)
-      store_dims(args.states + ((number + chunk) * args.hv + h) * plane + c0, args.dv, first, sh.kept(part));
   };
   const uint64_t of_added = operand_of<kColumns>(sh.added, 0, 0);
   NarrowRows next;  // keys: this warp's of the next chunk
@@ -339,6 +337,9 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
       widen_rows<T>(rows, next);
       sh.s_there.wait(chunk);
       multiply_wide(x, rows, sh.s[n]);
+      // Behind the barrier that those wait for who read the state: it would wait for stores too
+      if constexpr (KEEP)
+        store_dims(args.states + ((number + chunk) * args.hv + h) * plane + c0, args.dv, first, sh.kept(part));
       const float beta[2] = {of.beta[first + gid], of.beta[first + gid + 8]};
       const float decay[2] = {of.decay[first + gid], of.decay[first + gid + 8]};
       float v[4][4];
@@ -404,7 +405,6 @@ __global__ void __launch_bounds__(kWideWholeThreads, 1) wide_kernel(const GatedD
   }
   if (held && end - begin >= kChunk) write_to(held);
   if (args.final_state) write_to(args.final_state + whose);
-  if constexpr (KEEP) copies_back_end();
 #endif
 }
 

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
 
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2; ++n)
-      sh.k_there[n].init(1), sh.k_free[n].init(4), sh.q_there[n].init(1), sh.q_free[n].init(4);
+      sh.k_there[n].init(kBringing), sh.k_free[n].init(4), sh.q_there[n].init(kBringing), sh.q_free[n].init(4);
     for (int n = 0; n < 4; ++n) sh.solved[n].init(1), sh.placed[n].init(1);
     sh.s_there.init(4), sh.given_there.init(4), sh.given_free.init(4), sh.of_outputs_there.init(4), sh.of_outputs_free.init(4);
     sm90::barrier_init_fence();
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     const int c = 2 * tig + e % 2, of_dim = (2 * (part % 2) + e / 2) * 2 + gid % 2;
     places[e] = part / 2 * (kColumns * 32) + c * 32 + (of_dim ^ c) * 4 + gid / 2;
   }
-  const auto publish = [&](int turn) {
+  const auto publish = [&] {
     float* const to = &sh.s[0][0][0];
 #pragma unroll
     for (int t = 0; t < 2; ++t)
@@ -240,7 +240,6 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     put_dims(sh.kept[part], s);
     written_for_products();
     sh.s_there.arrive();
-    store_dims(args.dstates + place_of(turn) * plane + c0, args.dv_size, first, sh.kept[part]);
   };
   auto& turning = sh.turning[part];
   float w[kBlock] = {};  // the gradients of u of this warp's rows, a column a thread
@@ -255,7 +254,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   };
   WideRows rows;  // of keys: this warp's of the next chunk
   if (chunks) {
-    publish(0);
+    publish();
     sh.k_there[0].wait(0);
     load_rows(rows, sh.k[0], first);
   }
@@ -267,6 +266,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     sh.s_there.wait(turn);
     multiply_wide(x, rows, sh.s);
     // Behind the barrier that those wait for who read the state: it would wait for stores too
+    store_dims(args.dstates + place_of(turn) * plane + c0, args.dv_size, first, sh.kept[part]);
     if (turn) write_dus(turn - 1);
     const float rest[2] = {of.rest[first + gid], of.rest[first + gid + 8]};
     sh.given_there.wait(turn);
@@ -372,11 +372,10 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
         for (int e = 0; e < 4; ++e) s[t][m][e] = fmaf(whole, s[t][m][e], added[t][m][e]);
     sh.k_free[n].arrive();
     if (turn + 1 == chunks) break;
-    publish(turn + 1);
+    publish();
   }
   if (chunks) write_dus(chunks - 1);
   if (args.dinitial) write_to(args.dinitial + whose);
-  copies_back_end();
 #endif
 }
 
