@@ -8,7 +8,6 @@
 #include "gated_delta/decode.cuh"
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
-#include "gated_delta/twin.cuh"
 #include "gated_delta/wide.cuh"
 #include "gated_delta/wide_scan.cuh"
 
@@ -56,38 +55,27 @@ void prepare(const GatedDeltaBackward& rows, delta::Prepared* prepared, int devi
   VX_CUDA_CHECK(cudaGetLastError());
 }
 
-// Which kernel goes through whole sequences.
-enum class Way { kPairs, kWide, kTwin };
-
 template <class T, bool KEEP>
-void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, Way way, int device, cudaStream_t stream) {
+void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, bool wide, int device, cudaStream_t stream) {
   constexpr int kBytes = sizeof(delta::WholeShared<T>);
   static_assert(kBytes <= 227 << 10);
-  static std::atomic<uint64_t> allowed{0}, wide_allowed{0}, twin_allowed{0};
+  static std::atomic<uint64_t> allowed{0}, wide_allowed{0};
   const dim3 grid(unsigned(args.hv * (args.dv / delta::kColumns)), unsigned(args.sequences));
-  if (way == Way::kPairs) {
-    allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
-    delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
-    VX_CUDA_CHECK(cudaGetLastError());
-  } else if (way == Way::kWide || KEEP) {
+  if (wide) {
     allow_shared_memory(delta::wide_kernel<T, KEEP>, delta::kWideBytes<T>, device, wide_allowed);
     delta::wide_kernel<T, KEEP><<<grid, delta::kWideWholeThreads, delta::kWideBytes<T>, stream>>>(args, prepared);
-    VX_CUDA_CHECK(cudaGetLastError());
   } else {
-    if (!(twin_allowed.load(std::memory_order_relaxed) >> (device & 63) & 1))  // for two blocks, all that there is
-      VX_CUDA_CHECK(cudaFuncSetAttribute(delta::twin_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                         cudaSharedmemCarveoutMaxShared));
-    allow_shared_memory(delta::twin_kernel<T>, delta::kTwinBytes<T>, device, twin_allowed);
-    delta::twin_kernel<T><<<grid, delta::kTwinThreads, delta::kTwinBytes<T>, stream>>>(args, prepared);
-    VX_CUDA_CHECK(cudaGetLastError());
+    allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
+    delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
   }
+  VX_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class T>
-void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, Way way,
+void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, bool wide,
             int device, cudaStream_t stream) {
   prepare<T>(rows, prepared, device, stream);
-  args.out ? pass<T, false>(args, prepared, way, device, stream) : pass<T, true>(args, prepared, way, device, stream);
+  args.out ? pass<T, false>(args, prepared, wide, device, stream) : pass<T, true>(args, prepared, wide, device, stream);
 }
 
 template <class T>
@@ -258,16 +246,10 @@ delta::Prepared* prepared_of(const Tensor& prepared, const GatedDeltaChunks& arg
   return reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * kPrepared));
 }
 
-Way way_of(int64_t way) {
-  STD_TORCH_CHECK(way >= 0 && way <= 2, "gated_delta: expected a way of 0, 1 or 2");
-  return static_cast<Way>(way);
-}
-
-// Whole sequences. way: by pairs of warps, or by the warpgroup instruction, one block or two on an SM; what is kept for the
-// backward is made by one.
+// Whole sequences. wide: by the warpgroup instruction.
 void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                        std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
-                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm, int64_t way,
+                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm, bool wide,
                        std::optional<Tensor> out) {
   GatedDeltaChunks args = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const int64_t plane = int64_t(args.hv) * args.dk * args.dv, chunks = args.tokens / kChunk + args.sequences;
@@ -288,9 +270,9 @@ void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tens
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, rows, to, way_of(way), device, stream);
+    launch<__nv_bfloat16>(args, rows, to, wide, device, stream);
   else
-    launch<__half>(args, rows, to, way_of(way), device, stream);
+    launch<__half>(args, rows, to, wide, device, stream);
 }
 
 void check_out(const Tensor& out, const Tensor& like, const char* name) {
@@ -329,13 +311,13 @@ void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, T
 }
 
 // Whole sequences, or with slots those of more than one row; a block takes this many columns. prepared: those that go on
-// from a chunk's start go the way of whole sequences.
+// from a chunk's start go as whole sequences do by the warpgroup instruction.
 void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                         std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
                         std::optional<Tensor> us, std::optional<Tensor> state, std::optional<Tensor> open_k,
                         std::optional<Tensor> open_u, std::optional<Tensor> open_g, std::optional<Tensor> slots,
                         std::optional<Tensor> context_lens, std::optional<Tensor> prepared, double scale, bool l2norm,
-                        int64_t columns, int64_t way, std::optional<Tensor> out) {
+                        int64_t columns, std::optional<Tensor> out) {
   GatedDeltaChunks args{};
   fill_rows(args, q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const auto aligned = [](const Tensor& t) {
@@ -364,15 +346,15 @@ void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Ten
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (prepared) {
-    STD_TORCH_CHECK(slots && out && args.wide_beta && g.is_contiguous() && beta.is_contiguous() && way > 0,
-                    "gated_delta: prepared: expected slots, outputs, contiguous fp32 gates, and a way of 1 or 2");
+    STD_TORCH_CHECK(slots && out && args.wide_beta && g.is_contiguous() && beta.is_contiguous(),
+                    "gated_delta: prepared: expected slots, outputs, and contiguous fp32 gates");
     delta::Prepared* const to = prepared_of(*prepared, args);
     const GatedDeltaBackward rows = rows_of(args);
     args.within = true;
     if (q.scalar_type() == ScalarType::BFloat16)
-      launch<__nv_bfloat16>(args, rows, to, way_of(way), device, stream);
+      launch<__nv_bfloat16>(args, rows, to, true, device, stream);
     else
-      launch<__half>(args, rows, to, way_of(way), device, stream);
+      launch<__half>(args, rows, to, true, device, stream);
   }
   if (q.scalar_type() == ScalarType::BFloat16)
     columns == 32 ? launch<__nv_bfloat16, 32>(args, device, stream) : launch<__nv_bfloat16, 64>(args, device, stream);

@@ -49,19 +49,16 @@ def test_every_kernel_has_the_canonical_bits(part, crowded):
 def test_a_name_says_which_way_sequences_go():
     from vexact_ops.gated_delta import cuda
 
-    ways = {tile: cuda._way(f"sm90 whole {tile}") for tile in cuda.TILES[cuda.WHOLE]}
-    assert ways == {"32": 0, "32 wide": 1, "32 twin": 2}
-    paged = [tile for tile in cuda.TILES[cuda.CHUNKS] if cuda._way(tile)]
-    assert paged == ["32 wide", "32 twin"]
+    for part in cuda.CHUNKS, cuda.WHOLE, cuda.BACKWARD:
+        assert [tile for tile in cuda.TILES[part] if cuda._wide(f"sm90 {part} {tile}")] == ["32 wide"]
 
 
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90 GPU"
 )
 @pytest.mark.parametrize("before", [0, 64, 128, 40])
-@pytest.mark.parametrize("tile", ["32 wide", "32 twin"])
 @pytest.mark.parametrize("lengths", [(64,), (1, 0, 2), (63, 64, 65, 0, 300), (700,)], ids=str)
-def test_prefills_by_whole_sequences_have_the_bits_of_chunks(tile, lengths, before):
+def test_prefills_by_whole_sequences_have_the_bits_of_chunks(lengths, before):
     """From a chunk's start with a state or without one, within a chunk, without a slot; single rows, which are left."""
     from vexact_ops.gated_delta import cuda
 
@@ -82,4 +79,4 @@ def test_prefills_by_whole_sequences_have_the_bits_of_chunks(tile, lengths, befo
         cuda._paged("chunks", name, q, k, v, g, beta, memory_of_it, step, 0.3, True, out)
         return out, *memory_of_it
 
-    assert_bitwise(run(f"sm90 chunks {tile}"), run("sm90 chunks 32"))
+    assert_bitwise(run("sm90 chunks 32 wide"), run("sm90 chunks 32"))

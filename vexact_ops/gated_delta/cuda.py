@@ -25,15 +25,13 @@ from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
-# columns of a head in a block; ahead: for later sequences the L2 cache is asked; wide: by the warpgroup instruction;
-# twin: by two blocks of it on an SM
+# columns of a head in a block; ahead: for later sequences the L2 cache is asked; wide: by the warpgroup instruction
 TILES = {
     DECODE: ("64", "64 ahead", "128 ahead"),
-    CHUNKS: ("32", "64", "32 wide", "32 twin"),
-    WHOLE: ("32", "32 wide", "32 twin"),
+    CHUNKS: ("32", "64", "32 wide"),
+    WHOLE: ("32", "32 wide"),
     BACKWARD: ("32", "32 wide"),
 }
-WAYS = "", "wide", "twin"  # of whole sequences, as the kernels count them
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -128,8 +126,8 @@ def paged_fwd(
 
 
 def tiles(part: str, dk: int, dv: int) -> list[str]:
-    """Those of a part's that there are for such heads. Of CHUNKS wide and twin take sequences that go on from a chunk's
-    start, and the others are 32's."""
+    """Those of a part's that there are for such heads. Of CHUNKS wide takes sequences that go on from a chunk's start,
+    and the others are 32's."""
     wide = part != DECODE or (dk == 128 and dv % 128 == 0)
     return [tile for tile in TILES[part] if wide or not tile.startswith("128")]
 
@@ -139,8 +137,8 @@ def _tile(name: str) -> list[int]:
     return [int(word) for word in name.split() if word.isdecimal()]
 
 
-def _way(name: str) -> int:
-    return max(way for way, word in enumerate(WAYS) if name.endswith(word))
+def _wide(name: str) -> bool:
+    return name.endswith("wide")
 
 
 def _ahead(v: Tensor) -> int:
@@ -169,10 +167,10 @@ def _sequences(name, q, k, v, g, beta, cu_seqlens, initial_state, state, states,
     """By the kernels of whole sequences, or by the one of chunks, which whole ones are for it. What was prepared."""
     tensors = q, k, v, g, beta, cu_seqlens, initial_state, state, states, us
     if CHUNKS in name:
-        _native().chunks(*tensors, *[None] * 7, scale, l2norm, *_tile(name), 0, out)
+        _native().chunks(*tensors, *[None] * 7, scale, l2norm, *_tile(name), out)
         return None
     prepared = _prepared(v, cu_seqlens)
-    _native().whole(*tensors, prepared, scale, l2norm, _way(name), out)
+    _native().whole(*tensors, prepared, scale, l2norm, _wide(name), out)
     return prepared
 
 
@@ -195,7 +193,7 @@ def _gradients(name, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, 
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
     own = torch.empty_like(states), torch.empty_like(us)
     between = _prepared(v, cu_seqlens) if prepared is None else prepared
-    options = prepared is not None, scale, l2norm, name.endswith("wide")
+    options = prepared is not None, scale, l2norm, _wide(name)
     _native().backward(dout, dfinal, *rows, states, us, between, *options, *own, *grads, dinitial)
     return *grads, dinitial
 
@@ -212,9 +210,9 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
         _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, *options, out)
     else:
         rows, of, prepared = (q, k, v, g, beta, offsets), (*memory, slots, context_lens), None
-        if _way(name):
+        if _wide(name):
             rows, prepared = (q, k, v, g.contiguous(), beta.float().contiguous(), offsets), _prepared(v, offsets)
-        _native().chunks(*rows, None, None, None, None, *of, prepared, scale, l2norm, *_tile(name), _way(name), out)
+        _native().chunks(*rows, None, None, None, None, *of, prepared, scale, l2norm, *_tile(name), out)
         triton.append(q, k, v, g.contiguous(), offsets, triton.slots_of(*of), memory[0].shape[0])
 
 
@@ -228,8 +226,8 @@ def _decision(
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
     kinds = (WHOLE, CHUNKS) if part == WHOLE else (part,)
     names = [f"sm90 {kind} {tile}" for kind in kinds for tile in tiles(kind, dk, dv)]
-    if part == WHOLE:  # which has its own ways
-        names = [name for name in names if WHOLE in name or not _way(name)]
+    if part == WHOLE:  # which has its own wide one
+        names = [name for name in names if WHOLE in name or not _wide(name)]
     sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}{' crowded' if crowded else ''}"
     return Proposal(
         f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
