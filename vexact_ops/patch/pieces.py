@@ -48,7 +48,7 @@ PLAIN = frozenset({Tensor, nn.Parameter, DTensor})  # FSDP2 makes the last one p
 def computes_itself(kind: type) -> bool:
     """Whether a class of tensors has an arithmetic of its own, as quantised ones have. Those that torch traces with
     stand for plain ones."""
-    if kind in PLAIN or kind.__module__.startswith("torch._subclasses."):
+    if kind in PLAIN or any(base.__module__.startswith("torch._subclasses.") for base in kind.__mro__):
         return False
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     known = Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__
