@@ -64,11 +64,12 @@ void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, bool wi
   if (wide) {
     allow_shared_memory(delta::wide_kernel<T, KEEP>, delta::kWideBytes<T>, device, wide_allowed);
     delta::wide_kernel<T, KEEP><<<grid, delta::kWideWholeThreads, delta::kWideBytes<T>, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
   } else {
     allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
     delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
   }
-  VX_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class T>
