@@ -14,23 +14,22 @@
 namespace vx {
 namespace {
 
-template <class T, int DK, int COLUMNS>
+template <class T, int DK>
 void launch(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
-  auto kernel = delta::decode_kernel<T, DK, COLUMNS>;
-  constexpr int kBytes = sizeof(delta::DecodeShared<T, DK, COLUMNS>);
+  auto kernel = delta::decode_kernel<T, DK>;
+  constexpr int kBytes = sizeof(delta::DecodeShared<T, DK>);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, kBytes, device, allowed);
-  const dim3 grid(unsigned(args.hv * (args.dv / COLUMNS)), unsigned(args.sequences));
-  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kDecodeThreads<COLUMNS>, kBytes, stream, args));
+  const dim3 grid(unsigned(args.hv * (args.dv / kDecodeColumns)), unsigned(args.sequences));
+  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kDecodeThreads, kBytes, stream, args));
 }
 
 template <class T>
-void launch(const GatedDeltaDecode& args, int64_t columns, int device, cudaStream_t stream) {
-  if (columns == 128) return launch<T, 128, 128>(args, device, stream);
+void launch(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
   switch (args.dk) {
-    case 64: return launch<T, 64, 64>(args, device, stream);
-    case 128: return launch<T, 128, 64>(args, device, stream);
-    default: launch<T, 256, 64>(args, device, stream);
+    case 64: return launch<T, 64>(args, device, stream);
+    case 128: return launch<T, 128>(args, device, stream);
+    default: launch<T, 256>(args, device, stream);
   }
 }
 
@@ -184,25 +183,23 @@ void check_out(const Tensor& out, const Tensor& v) {
 // One row of each sequence that has one in this call; the others are left to another kernel.
 void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor open_k, Tensor open_u,
                         Tensor open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm,
-                        int64_t columns, int64_t ahead, Tensor out) {
+                        int64_t ahead, Tensor out) {
   GatedDeltaDecode args{};
   args.ahead = int(std::clamp<int64_t>(ahead, 0, 1 << 20));
   fill_rows(args, q, k, v, g, beta, cu_seqlens_q, scale, l2norm);
   fill_slots(args, q, state, open_k, open_u, open_g, slots, context_lens);
   args.open_k = mutable_data(open_k), args.open_g = static_cast<float*>(mutable_data(open_g));
-  const bool narrow = columns == 64 && (args.dk == 64 || args.dk == 128 || args.dk == 256);
-  STD_TORCH_CHECK((narrow || (columns == 128 && args.dk == 128)) && args.dv % columns == 0,
-                  "gated_delta: expected heads of 64, 128 or 256, and values of a multiple of 64, or heads of 128 and a multiple"
-                  " of 128; got ", args.dk, " and ", args.dv, " by ", columns);
+  STD_TORCH_CHECK((args.dk == 64 || args.dk == 128 || args.dk == 256) && args.dv % kDecodeColumns == 0,
+                  "gated_delta: expected heads of 64, 128 or 256, and values of a multiple of ", kDecodeColumns);
   check_out(out, v);
   args.out = mutable_data(out);
   if (args.sequences == 0 || args.tokens == 0) return;
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, columns, q.get_device_index(), stream);
+    launch<__nv_bfloat16>(args, q.get_device_index(), stream);
   else
-    launch<__half>(args, columns, q.get_device_index(), stream);
+    launch<__half>(args, q.get_device_index(), stream);
 }
 
 float* planes(const std::optional<Tensor>& t, const char* name, int64_t size) {

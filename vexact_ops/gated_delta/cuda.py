@@ -27,7 +27,7 @@ from .triton_gates import delta_gates_fwd as delta_gates_fwd
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
 # columns of a head in a block; ahead: for later sequences the L2 cache is asked; wide: by the warpgroup instruction
 TILES = {
-    DECODE: ("64", "64 ahead", "128 ahead"),
+    DECODE: ("64", "64 ahead"),
     CHUNKS: ("32", "64", "32 wide"),
     WHOLE: ("32", "32 wide"),
     BACKWARD: ("32", "32 wide"),
@@ -125,25 +125,19 @@ def paged_fwd(
     return out
 
 
-def tiles(part: str, dk: int, dv: int) -> list[str]:
-    """Those of a part's that there are for such heads. Of CHUNKS wide takes sequences that go on from a chunk's start,
-    and the others are 32's."""
-    wide = part != DECODE or (dk == 128 and dv % 128 == 0)
-    return [tile for tile in TILES[part] if wide or not tile.startswith("128")]
-
-
 def _tile(name: str) -> list[int]:
     """Numbers that a kernel's name ends in: TILES."""
     return [int(word) for word in name.split() if word.isdecimal()]
 
 
 def _wide(name: str) -> bool:
+    """By the warpgroup instruction. Of a paged call it takes sequences that go on from a chunk's start."""
     return name.endswith("wide")
 
 
 def _ahead(v: Tensor) -> int:
     """Sequences between a block and those that it asks the L2 cache for: half of those whose blocks, of 64 columns
-    each or half as many of 128, run at once. Longer than memory takes, and a third of the cache."""
+    each, run at once. Longer than memory takes, and a third of the cache."""
     return -(-2 * gpu.multiprocessors(v.device) // (v.shape[1] * v.shape[2] // 64))
 
 
@@ -206,8 +200,7 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
         run(q, k, v, g.contiguous(), beta.float().contiguous(), where, memory[0].shape[0], offsets, scale, l2norm, out)
     elif part == DECODE:
         ahead = _ahead(v) if name.endswith("ahead") else 0
-        options = scale, l2norm, *_tile(name), ahead
-        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, *options, out)
+        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, ahead, out)
     else:
         rows, of, prepared = (q, k, v, g, beta, offsets), (*memory, slots, context_lens), None
         if _wide(name):
@@ -225,7 +218,7 @@ def _decision(
 ) -> Proposal:
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
     kinds = (WHOLE, CHUNKS) if part == WHOLE else (part,)
-    names = [f"sm90 {kind} {tile}" for kind in kinds for tile in tiles(kind, dk, dv)]
+    names = [f"sm90 {kind} {tile}" for kind in kinds for tile in TILES[kind]]
     if part == WHOLE:  # which has its own wide one
         names = [name for name in names if WHOLE in name or not _wide(name)]
     sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}{' crowded' if crowded else ''}"
