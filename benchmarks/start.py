@@ -158,7 +158,7 @@ def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
 def _kept(variables: dict[str, str]) -> dict[str, int]:
     """What there is in caches: verdicts on kernels, and kernels, Triton's and flash-attn-4's."""
     ours, tritons = Path(variables["VEXACT_CACHE"]), Path(variables["TRITON_CACHE_DIR"])
-    compiled = [*tritons.rglob("*.cubin"), *ours.glob("kernels/*.o")]
+    compiled = [*tritons.rglob("*.cubin"), *ours.glob("kernels/*.so"), *ours.glob("kernels/*.o")]
     return {"decisions": len([*ours.glob("admissions/*/*.json")]), "compiled": len(compiled)}
 
 
