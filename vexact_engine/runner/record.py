@@ -2,7 +2,8 @@
 
 Of single tokens one graph has the forward and the draw. Chunks have graphs of the forward alone, and the draw behind it
 has its own. Which sizes there are is chosen by time (graphs.py) and remembered (sizes.py). `rehearse` runs the largest
-step beforehand, to know what memory is left for the cache.
+step beforehand, to know what memory is left for the cache. Of sizes that are remembered a graph may be recorded only
+when a step wants it (EngineConfig.record_ahead): then padding runs between two steps, which stores nothing.
 """
 
 import contextlib
@@ -54,6 +55,8 @@ class Graphs:
         self._chosen: dict[str, list[int]] = {}  # sizes, once they are known
         self._kept: list[sizes.Kept] = []
         self._met: set[str] = set()  # kinds whose kernels have been compiled, verified and chosen
+        # What a draft is verified from lies where padding is drawn; other processes would have to record with this one.
+        self._ahead = config.record_ahead or config.speculation is not None or config.processes > 1
         self.verified: dict[int, float] = {}
         self._random = np.random.default_rng(0)
 
@@ -78,8 +81,8 @@ class Graphs:
     def body(self, work: Work) -> Body:
         """Without padding, but for rows behind the last attention: as many as steps of decodes have, whose products'
         kernels have been chosen. Others' would be under the request that first meets them."""
-        decodes = self.decode.fit(work.draws) if 0 < work.draws < work.tokens else None
-        draws = min(decodes.body.tokens, work.tokens) if decodes else work.draws
+        decodes = self.decode.size(work.draws) if 0 < work.draws < work.tokens else None
+        draws = min(decodes, work.tokens) if decodes else work.draws
         width, all_drawn = self._runner.buffers.width(work.context), self._all_drawn(work)
         return Body(work.tokens, work.sequences, draws, work.longest, 1, width, all_drawn)
 
@@ -126,7 +129,8 @@ class Graphs:
         self.captured = not self.eager
         if not self.eager:
             found = {name: f"{len(own)} up to {max(own, default=0)} rows" for name, own in self._chosen.items()}
-            log.info("CUDA graphs: %s, in %.1f s", found, time.perf_counter() - begin)
+            when = ", each once a step wants it" if self._known_later() else ""
+            log.info("CUDA graphs: %s%s, in %.1f s", found, when, time.perf_counter() - begin)
 
     def _record(self, progress: Progress) -> None:
         plain, cut = (functools.partial(Head, plain=kind) for kind in (True, False))
@@ -163,6 +167,30 @@ class Graphs:
             self.eager = f"the forward cannot be recorded: {type(error).__name__}: {error}"
             log.warning("CUDA graphs: none: %s", self.eager, exc_info=True)
             self._recorder = None
+
+    def _known_later(self) -> bool:
+        """Whether graphs are recorded when steps want them: of all kinds it is known which sizes have one."""
+        return not self._ahead and self._chosen.keys() >= self._most_rows().keys()
+
+    def _wanted(self, body: Body | None, head: Head | None) -> graphs.Recorded | None:
+        """Recorded between two steps. None: no memory is left, or it cannot be done, and steps of this size are
+        computed call by call."""
+        begin, rows = time.perf_counter(), body.tokens if body else head.draws
+        try:
+            with self._recorder.session(collect=False):
+                if body is None and self._runner.hidden is None:  # what is drawn from
+                    self._pad(None, None)
+                    self._runner.compute(self.decode_body(1))
+                made = self._recorded(body, head)
+        except Exception as error:
+            log.warning("CUDA graphs: none of %d rows: %s: %s", rows, type(error).__name__, error, exc_info=True)
+            return None
+        log.info("CUDA graphs: one of %d rows was wanted, recorded in %.2f s", rows, time.perf_counter() - begin)
+        return made
+
+    def _put_later(self, ladder: graphs.Ladder, size: int, body: Body | None, head: Head | None) -> None:
+        own = weakref.proxy(self)  # no circle
+        ladder.put_later(size, body, lambda: own._wanted(body, head))
 
     def _known_sizes(self) -> list[sizes.Kept]:
         """What is known of sizes. Steps without drafts have those of an engine that knows none: what one of them has
@@ -226,13 +254,16 @@ class Graphs:
             del held
             return self._seconds(ladder.fit(size).replay)
 
-        met = name in self._met
+        met, later = name in self._met, self._known_later()
         if like or name in self._chosen:
             known = self._chosen[name] = self._chosen[like or name]
             for done, size in enumerate(reversed(known)):
                 progress(f"graphs of {name}", done, len(known), f"{size} rows")
                 held = None if met or like else tune(size)
-                record(size, met or like is not None, met)
+                if later:
+                    self._put_later(ladder, size, *(of and of(size) for of in (body_of, head_of)))
+                else:
+                    record(size, met or like is not None, met)
                 del held
         else:
             progress(f"graphs of {name}", 0, 1)
@@ -271,9 +302,17 @@ class Graphs:
         that of more sequences."""
         more = self.mixed_few[0][1] if self.mixed_few else self.mixed
         ladder, name, own = graphs.Ladder(), f"chunks of {most} sequences", []
-        known = self._chosen.get(name)
-        for done, size in enumerate(more.sizes):
-            found, body = more.fit(size), self._mixed_body(size, most)
+        known, later = self._chosen.get(name), self._known_later()
+        for done, size in enumerate([*more.sizes]):
+            body = self._mixed_body(size, most)
+            if later:
+                if size in known and body != more.body(size):
+                    self._put_later(ladder, size, body, None)
+                    own.append(size)
+                else:
+                    ladder.put_later(size, more.body(size), functools.partial(more.fit, size))
+                continue
+            found = more.fit(size)
             if body != found.body and (known is None or size in known):
                 progress(f"graphs of {name}", done, len(more.sizes), f"{size} rows")
                 made = self._recorded(body, None, name in self._met, known_head=True)
