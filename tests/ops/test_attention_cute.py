@@ -94,6 +94,22 @@ def test_what_was_compiled_is_a_library_that_is_loaded_without_the_compiler(stac
     sys.modules["cutlass"] = None  # monkeypatch puts it back
 
 
+def test_compilers_are_imported_ahead_where_nothing_is_kept_alone(stack, monkeypatch):
+    pytest.importorskip("triton")
+    from vexact_ops.attention import cute
+
+    monkeypatch.setattr(cute, "unavailable", lambda: None)
+    monkeypatch.setattr(cute, "versions", lambda: "v1")
+    asked = []
+    monkeypatch.setattr(cute.importlib, "import_module", lambda name, package: asked.append(name))
+    cute.import_ahead()
+    assert asked == ["tvm_ffi", ".cute_forward_kernel", ".cute_backward_kernel"]
+    asked.clear()
+    ask()
+    cute.import_ahead()
+    assert asked == ["tvm_ffi"]
+
+
 @pytest.mark.parametrize("key, versions", [((2,), "v1"), ((1,), "v2")])
 def test_another_kernel_or_version_is_compiled(key, versions, stack):
     assert ask()[1] and ask(key, versions)[1] and not ask()[1] and not ask(key, versions)[1]

@@ -57,6 +57,7 @@ class Graphs:
         self._met: set[str] = set()  # kinds whose kernels have been compiled, verified and chosen
         # What a draft is verified from lies where padding is drawn; other processes would have to record with this one.
         self._ahead = config.record_ahead or config.speculation is not None or config.processes > 1
+        self._later = False  # whether graphs are recorded when steps want them
         self.verified: dict[int, float] = {}
         self._random = np.random.default_rng(0)
 
@@ -129,7 +130,7 @@ class Graphs:
         self.captured = not self.eager
         if not self.eager:
             found = {name: f"{len(own)} up to {max(own, default=0)} rows" for name, own in self._chosen.items()}
-            when = ", each once a step wants it" if self._known_later() else ""
+            when = ", each once a step wants it" if self._later else ""
             log.info("CUDA graphs: %s%s, in %.1f s", found, when, time.perf_counter() - begin)
 
     def _record(self, progress: Progress) -> None:
@@ -139,6 +140,7 @@ class Graphs:
             self._kept = self._known_sizes()
             for one in self._kept:
                 self._chosen |= one.recall()
+        self._later = not self._ahead and self._chosen.keys() >= self._most_rows().keys()
         try:
             with self._recorder.session():
                 self.mixed = make("chunks", self._mixed_body, None)
@@ -168,16 +170,12 @@ class Graphs:
             log.warning("CUDA graphs: none: %s", self.eager, exc_info=True)
             self._recorder = None
 
-    def _known_later(self) -> bool:
-        """Whether graphs are recorded when steps want them: of all kinds it is known which sizes have one."""
-        return not self._ahead and self._chosen.keys() >= self._most_rows().keys()
-
     def _wanted(self, body: Body | None, head: Head | None) -> graphs.Recorded | None:
         """Recorded between two steps. None: no memory is left, or it cannot be done, and steps of this size are
         computed call by call."""
         begin, rows = time.perf_counter(), body.tokens if body else head.draws
         try:
-            with self._recorder.session(collect=False):
+            with self._recorder.session(collect=False), vx.must_admit():
                 if body is None and self._runner.hidden is None:  # what is drawn from
                     self._pad(None, None)
                     self._runner.compute(self.decode_body(1))
@@ -254,13 +252,13 @@ class Graphs:
             del held
             return self._seconds(ladder.fit(size).replay)
 
-        met, later = name in self._met, self._known_later()
+        met = name in self._met
         if like or name in self._chosen:
             known = self._chosen[name] = self._chosen[like or name]
             for done, size in enumerate(reversed(known)):
                 progress(f"graphs of {name}", done, len(known), f"{size} rows")
                 held = None if met or like else tune(size)
-                if later:
+                if self._later:
                     self._put_later(ladder, size, *(of and of(size) for of in (body_of, head_of)))
                 else:
                     record(size, met or like is not None, met)
@@ -302,10 +300,10 @@ class Graphs:
         that of more sequences."""
         more = self.mixed_few[0][1] if self.mixed_few else self.mixed
         ladder, name, own = graphs.Ladder(), f"chunks of {most} sequences", []
-        known, later = self._chosen.get(name), self._known_later()
+        known = self._chosen.get(name)
         for done, size in enumerate([*more.sizes]):
             body = self._mixed_body(size, most)
-            if later:
+            if self._later:
                 if size in known and body != more.body(size):
                     self._put_later(ladder, size, body, None)
                     own.append(size)

@@ -43,9 +43,9 @@ def import_ahead() -> None:
     """What calls will come to, which takes seconds where kernels have to be compiled: where none is kept here."""
     if unavailable():
         return
-    importlib.import_module("tvm_ffi")
-    if not cute_objects.kept(versions()):
-        from . import cute_backward_kernel, cute_forward_kernel  # noqa: F401
+    compilers = () if cute_objects.kept(versions()) else (".cute_forward_kernel", ".cute_backward_kernel")
+    for name in ("tvm_ffi", *compilers):
+        importlib.import_module(name, __package__)
 
 
 class _Aux(NamedTuple):
