@@ -125,8 +125,8 @@ class EngineConfig:
     enforce_eager            no CUDA graphs
     record_ahead             CUDA graphs of all sizes are recorded at the start. False: where it is known which sizes
                              are worth one, each when a step first wants it: a start some seconds shorter, and steps
-                             some 50 ms longer that record one. Not where steps verify drafts, or several processes
-                             compute: they need all of them
+                             some 50 ms longer that record one. Kernels are verified at the start all the same. Not
+                             where steps verify drafts, or several processes compute: they have all graphs at the start
     async_scheduling         plan, launch and deliver while the device computes another step; None: on a GPU, where the
                              two run side by side
     sleep_backend            how sleep() gives memory of a GPU back: "memory_saver", by torch_memory_saver, where

@@ -40,13 +40,13 @@ def made(monkeypatch, tmp_path):
     known = {}
     monkeypatch.setattr(vx, "recall", lambda kind, about, device: known.get(about))
     monkeypatch.setattr(vx, "remember", lambda kind, about, device, value: known.update({about: value}))
-    found, recorded = [], Graphs._recorded
+    found, record = [], graphs.HostRecorder.record
 
-    def noted(self, body, head, *given, **how):
-        found.append((body, head))
-        return recorded(self, body, head, *given, **how)
+    def noted(self, run, *given, **how):
+        found.append(run.args)
+        return record(self, run, *given, **how)
 
-    monkeypatch.setattr(Graphs, "_recorded", noted)
+    monkeypatch.setattr(graphs.HostRecorder, "record", noted)
     with Engine.from_pretrained(build("Qwen3"), config=CONFIG):
         assert len(found) > 20
     found.clear()
@@ -81,38 +81,38 @@ def test_cuts_are_recorded_where_a_request_asks_for_them(made):
         assert any(head and not head.plain for _, head in made)
 
 
-def test_padding_between_steps_times_nothing_and_moves_nobody_s_pages(made, monkeypatch):
-    """What times kernels gives padding slots and pages of sequences that run."""
-    expected = outcome(CONFIG)
+def test_kernels_are_met_at_the_start_and_nothing_runs_between_steps(made, monkeypatch):
+    """What times kernels gives padding slots and pages of sequences that run, and no kernel is new to a request."""
+    expected, met, meet = outcome(CONFIG), [], Graphs._meet
+    every = {*made}
+    monkeypatch.setattr(Graphs, "_meet", lambda self, *parts: met.append(parts[:2]) or meet(self, *parts))
     with Engine.from_pretrained(build("Qwen3"), config=LATER) as engine:
-        monkeypatch.setattr(Graphs, "_long", lambda *_: pytest.fail("padding has keys"))
-        monkeypatch.setattr(Graphs, "_tune", lambda *_: pytest.fail("kernels are timed"))
+        assert {*met} == every
+        for name in ("_meet", "_pad", "_tune", "_long"):
+            monkeypatch.setattr(Graphs, name, lambda *_, name=name: pytest.fail(name))
         assert [bits(one) for one in engine.generate(PROMPTS, PARAMS)] == expected
+
+
+def test_what_one_layer_of_each_kind_has_not_settled_is_run_before_it_is_recorded(made, monkeypatch):
+    """A recorder says so. Padding, which runs then, stores nothing of sequences that run."""
+    expected, record = outcome(CONFIG), graphs.HostRecorder.record
+    monkeypatch.setattr(graphs.HostRecorder, "record", lambda *a, if_settled=False: None if if_settled else record(*a))
+    assert outcome(LATER) == expected
 
 
 @pytest.mark.parametrize("kinds", [{"body"}, {"draw"}, {"body", "draw"}])
 def test_what_cannot_be_recorded_is_computed_call_by_call(kinds, made, monkeypatch, caplog):
-    expected, recorded = outcome(CONFIG), Graphs._recorded
+    expected, record = outcome(CONFIG), graphs.HostRecorder.record
 
-    def short(self, body, head, *given, **how):
-        if ("draw" if body is None else "body") in kinds:
+    def short(self, run, *given, **how):
+        if ("draw" if run.args[0] is None else "body") in kinds:
             raise torch.OutOfMemoryError("no memory is left")
-        return recorded(self, body, head, *given, **how)
+        return record(self, run, *given, **how)
 
-    monkeypatch.setattr(Graphs, "_recorded", short)
+    monkeypatch.setattr(graphs.HostRecorder, "record", short)
     with Engine.from_pretrained(build("Qwen3"), config=LATER) as engine:
         assert [bits(one) for one in engine.generate(PROMPTS, PARAMS)] == expected
     assert "no memory is left" in caplog.text
-
-
-def test_a_draw_may_be_the_first_that_is_wanted(made, monkeypatch):
-    expected = outcome(CONFIG)
-    with Engine.from_pretrained(build("Qwen3"), config=LATER) as engine:
-        made.clear()
-        runner = engine._worker._runner
-        runner.graphs.mixed, runner.graphs.mixed_few, runner.hidden = graphs.Ladder(), [], None
-        assert [bits(one) for one in engine.generate(PROMPTS, PARAMS)] == expected
-        assert made[0][0] is None
 
 
 def test_where_sizes_are_not_known_all_are_recorded_at_the_start(made, monkeypatch):

@@ -3,7 +3,7 @@
 Of single tokens one graph has the forward and the draw. Chunks have graphs of the forward alone, and the draw behind it
 has its own. Which sizes there are is chosen by time (graphs.py) and remembered (sizes.py). `rehearse` runs the largest
 step beforehand, to know what memory is left for the cache. Of sizes that are remembered a graph may be recorded only
-when a step wants it (EngineConfig.record_ahead): then padding runs between two steps, which stores nothing.
+when a step wants it (EngineConfig.record_ahead): kernels are compiled, verified and chosen at the start all the same.
 """
 
 import contextlib
@@ -176,17 +176,18 @@ class Graphs:
         begin, rows = time.perf_counter(), body.tokens if body else head.draws
         try:
             with self._recorder.session(collect=False), vx.must_admit():
-                if body is None and self._runner.hidden is None:  # what is drawn from
-                    self._pad(None, None)
-                    self._runner.compute(self.decode_body(1))
-                made = self._recorded(body, head)
+                made = self._record_met(body, head, (body, head))
         except Exception as error:
             log.warning("CUDA graphs: none of %d rows: %s: %s", rows, type(error).__name__, error, exc_info=True)
             return None
         log.info("CUDA graphs: one of %d rows was wanted, recorded in %.2f s", rows, time.perf_counter() - begin)
         return made
 
-    def _put_later(self, ladder: graphs.Ladder, size: int, body: Body | None, head: Head | None) -> None:
+    def _put_later(
+        self, ladder: graphs.Ladder, size: int, body: Body | None, head: Head | None, known_body: bool, known_head: bool
+    ) -> None:
+        """As the others, but that it is recorded later."""
+        self._meet(body, head, known_body, known_head)
         own = weakref.proxy(self)  # no circle
         ladder.put_later(size, body, lambda: own._wanted(body, head))
 
@@ -237,9 +238,12 @@ class Graphs:
         """
         ladder = graphs.Ladder()
 
-        def record(size: int, known_body: bool, known_head: bool) -> None:
+        def record(size: int, known_body: bool, known_head: bool, later: bool = False) -> None:
             body, head = (of and of(size) for of in (body_of, head_of))
-            ladder.put(size, self._recorded(body, head, known_body, known_head))
+            if later:
+                self._put_later(ladder, size, body, head, known_body, known_head)
+            else:
+                ladder.put(size, self._recorded(body, head, known_body, known_head))
 
         def tune(size: int) -> list[graphs.Run] | None:
             body = body_of and head_of and body_of(size)
@@ -258,10 +262,7 @@ class Graphs:
             for done, size in enumerate(reversed(known)):
                 progress(f"graphs of {name}", done, len(known), f"{size} rows")
                 held = None if met or like else tune(size)
-                if self._later:
-                    self._put_later(ladder, size, *(of and of(size) for of in (body_of, head_of)))
-                else:
-                    record(size, met or like is not None, met)
+                record(size, met or like is not None, met, self._later)
                 del held
         else:
             progress(f"graphs of {name}", 0, 1)
@@ -275,22 +276,31 @@ class Graphs:
     def _recorded(
         self, body: Body | None, head: Head | None, known_body: bool = False, known_head: bool = False
     ) -> graphs.Recorded:
-        """What is not known has its kernels compiled, verified and chosen first, in one layer of each kind. Where that
-        has left something to be met while recording, which cannot settle it, all layers are run."""
-
-        def run() -> None:
-            self._run(body, head)
-
+        """What is not known is met first."""
         if known_body and known_head:
-            return graphs.Recorded(body, head, self._recorder.record(run))
+            return graphs.Recorded(body, head, self._recorder.record(functools.partial(self._run, body, head)))
+        self._meet(body, head, known_body, known_head)
+        return self._record_met(body, head, (None if known_body else body, None if known_head else head))
+
+    def _meet(self, body: Body | None, head: Head | None, known_body: bool = False, known_head: bool = False) -> None:
+        """What is not known has its kernels compiled, verified and chosen, in one layer of each kind."""
+        if known_body and known_head:
+            return
         self._pad(body, head)
-        unknown = None if known_body else body, None if known_head else head
         with self._runner.one_of_each():
-            self._run(*unknown)
+            self._run(None if known_body else body, None if known_head else head)
+
+    def _record_met(
+        self, body: Body | None, head: Head | None, again: tuple[Body | None, Head | None]
+    ) -> graphs.Recorded:
+        """Where one layer of each kind has left something to be met while recording, which cannot settle it, all layers
+        are run, of what is to be run `again`."""
+        run = functools.partial(self._run, body, head)
         alone = self._runner.ranks.size == 1  # others would not know whether this one runs all layers
         replay = self._recorder.record(run, if_settled=alone)
         if replay is None:
-            self._run(*unknown)
+            self._pad(body, head)
+            self._run(*again)
             replay = self._recorder.record(run)
         return graphs.Recorded(body, head, replay)
 
@@ -305,7 +315,8 @@ class Graphs:
             body = self._mixed_body(size, most)
             if self._later:
                 if size in known and body != more.body(size):
-                    self._put_later(ladder, size, body, None)
+                    progress(f"graphs of {name}", done, len(more.sizes), f"{size} rows")
+                    self._put_later(ladder, size, body, None, name in self._met, True)
                     own.append(size)
                 else:
                     ladder.put_later(size, more.body(size), functools.partial(more.fit, size))
