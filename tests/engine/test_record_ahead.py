@@ -112,7 +112,22 @@ def test_what_cannot_be_recorded_is_computed_call_by_call(kinds, made, monkeypat
     monkeypatch.setattr(graphs.HostRecorder, "record", short)
     with Engine.from_pretrained(build("Qwen3"), config=LATER) as engine:
         assert [bits(one) for one in engine.generate(PROMPTS, PARAMS)] == expected
-    assert "no memory is left" in caplog.text
+        assert "no memory is left" in caplog.text and caplog.text.count("no more than there are") == 1, "tried again"
+        caplog.clear()
+        monkeypatch.setattr(graphs.HostRecorder, "record", record)
+        engine.sleep(1)
+        engine.wake_up()
+        assert [bits(one) for one in engine.generate(PROMPTS, PARAMS)] == expected and not caplog.text
+
+
+def test_a_graph_that_was_recorded_to_time_kernels_stays(made, monkeypatch):
+    """They share memory, which goes with the last of them: one is there before the next is dropped."""
+    expected = outcome(CONFIG)
+    monkeypatch.setattr(Graphs, "_tune", lambda self, body, head: [lambda: None] if body.tokens == 4 else [])
+    made.clear()
+    with Engine.from_pretrained(build("Qwen3"), config=LATER) as engine:
+        assert [body.tokens for body, _ in made] == [4]
+        assert [bits(one) for one in engine.generate(PROMPTS, PARAMS)] == expected
 
 
 def test_where_sizes_are_not_known_all_are_recorded_at_the_start(made, monkeypatch):

@@ -1,6 +1,7 @@
 """flash-attn-4's kernels without flash-attn-4: what calls them imports nothing of what compiles them, and keeps what is
 compiled as libraries that load by themselves. The stack is stood in for: none of it need be installed here."""
 
+import ctypes
 import subprocess
 import sys
 import types
@@ -48,7 +49,6 @@ class Made:
 @pytest.fixture
 def stack(tmp_path, monkeypatch):
     """A folder of kernels, and a stack that loads what a C compiler makes; yields the names of what was loaded."""
-    import ctypes
     import shutil
 
     if shutil.which("cc") is None:
@@ -56,7 +56,8 @@ def stack(tmp_path, monkeypatch):
     loaded = []
 
     def load(path, **how):
-        loaded.append(Path(path).suffix)
+        if Path(path).parent == tmp_path / "kernels":  # not where it is tried before it is kept
+            loaded.append(Path(path).suffix)
         return ctypes.CDLL(path)
 
     cutlass, runtime, tvm = (types.ModuleType(name) for name in ("cutlass", "cutlass.runtime", "tvm_ffi"))
@@ -126,14 +127,18 @@ def test_a_library_that_is_not_whole_is_never_loaded(damage, stack, tmp_path):
     assert not ask()[1] and stack == [".so"]
 
 
-def test_where_nothing_links_the_object_is_kept(stack, tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", ["no linker", "a folder that programs are not loaded from"])
+def test_where_no_library_is_had_the_object_is_kept(what, stack, tmp_path, monkeypatch):
     cutlass, runtime = types.ModuleType("cutlass.cute"), types.ModuleType("cutlass.cute.runtime")
     asked = []
     runtime.load_module = lambda path, enable_tvm_ffi: asked.append(path) or types.SimpleNamespace(vexact=lambda x: x)
     cutlass.runtime = runtime
     monkeypatch.setitem(sys.modules, "cutlass.cute", cutlass)
     monkeypatch.setitem(sys.modules, "cutlass.cute.runtime", runtime)
-    monkeypatch.setattr(cute_objects.shutil, "which", lambda name: None)
+    if what == "no linker":
+        monkeypatch.setattr(cute_objects.shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setattr(sys.modules["tvm_ffi"], "load_module", lambda path: ctypes.CDLL("/nowhere"))
     assert ask()[1]
     assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".o"]
     assert not ask()[1] and len(asked) == 1 and not cute_objects.kept("v1")

@@ -171,14 +171,18 @@ class Graphs:
             self._recorder = None
 
     def _wanted(self, body: Body | None, head: Head | None) -> graphs.Recorded | None:
-        """Recorded between two steps. None: no memory is left, or it cannot be done, and steps of this size are
-        computed call by call."""
+        """Recorded between two steps. None: no memory is left, or it cannot be done. Then no other is tried, and steps
+        without a graph are computed call by call until `capture`."""
+        if not self._later:
+            return None
         begin, rows = time.perf_counter(), body.tokens if body else head.draws
         try:
             with self._recorder.session(collect=False), vx.must_admit():
                 made = self._record_met(body, head, (body, head))
         except Exception as error:
-            log.warning("CUDA graphs: none of %d rows: %s: %s", rows, type(error).__name__, error, exc_info=True)
+            self._later = False
+            what = f"{type(error).__name__}: {error}"
+            log.warning("CUDA graphs: no more than there are: of %d rows: %s", rows, what, exc_info=True)
             return None
         log.info("CUDA graphs: one of %d rows was wanted, recorded in %.2f s", rows, time.perf_counter() - begin)
         return made
@@ -262,7 +266,8 @@ class Graphs:
             for done, size in enumerate(reversed(known)):
                 progress(f"graphs of {name}", done, len(known), f"{size} rows")
                 held = None if met or like else tune(size)
-                record(size, met or like is not None, met, self._later)
+                # what was timed holds the graphs' memory: one of them at least does from here on
+                record(size, met or like is not None, met, self._later and not held)
                 del held
         else:
             progress(f"graphs of {name}", 0, 1)

@@ -111,8 +111,8 @@ def _keep(made, path: Path) -> None:
 
 
 def _linked(object_file: Path) -> Path | None:
-    """As a library beside it, which finds what the stack's kernels call where that lies now; None where nothing links.
-    Triton, too, wants a C compiler."""
+    """As a library beside it, which finds what the stack's kernels call where that lies now; None where nothing links,
+    or what lies here is not loaded as a program's. Triton, too, wants a C compiler."""
     from cutlass.runtime import find_runtime_libraries
 
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -123,8 +123,9 @@ def _linked(object_file: Path) -> Path | None:
     library = object_file.with_suffix(_LIBRARY)
     # each has symbols of its own under the same names
     command = [compiler, "-shared", "-Wl,-Bsymbolic", "-o", library, object_file, *found, *places]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with contextlib.suppress(Exception):  # of the linker, of the file system, of what loads it
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         library.write_bytes((content := library.read_bytes()) + hashlib.sha256(content).digest())
+        getattr(_load_library(library), _FUNCTION)
         return library
     return None
