@@ -101,7 +101,7 @@ def test_graphs_that_steps_want_are_recorded_between_them(family, monkeypatch, t
     monkeypatch.setattr(graphs.CudaRecorder, "record", lambda *a, **how: recorded.append(a) or record(*a, **how))
     with launch(family=family) as engine:  # its sizes are remembered
         expected = outcomes(engine)
-    later = replace(CONFIG, record_ahead=False, gpu_memory_utilization=0.8)
+    later = replace(CONFIG, record_ahead=False)
     for _ in range(2):
         with launch(later, family) as engine:
             begun, ladders = len(recorded), sizes(engine)
