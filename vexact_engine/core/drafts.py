@@ -46,7 +46,8 @@ _FADE, _ALL_FADE = 0.9, 0.98  # how much of what one sequence knows, or all do, 
 _ALL_WEIGHT, _LIKELY_WEIGHT = 48, 2  # tokens that count as much as what all know, and as what is likely ...
 _REST_WEIGHT = 8  # ... the first of these where a sequence is to rest
 _LEFT = 0.5  # of the steps that the one furthest from its end has left, what others are taken to have at least
-_ALL_SAME = 0.75  # of the tokens that rows give, what they are worth even if nothing ends sooner for them
+_ANYONE = 0.4  # how likely it is that in the end another one is the last than who is furthest from its end now
+_ALL_SAME = 0.6  # of the tokens that rows give, what they are worth even if nothing ends sooner for that one
 _LAUNCHED = 1.5  # times what the host takes until a plan is made is what it takes until that is launched, about
 _LOOKED = 8, 128  # steps in which texts are passed over as worth too little: twice as many each time
 _WEIGHT = 8  # steps, of which one is what a new one counts as
@@ -192,9 +193,12 @@ class _Rows:
 
     def __init__(self, drafts: Tokens[Draft], most: int, together: bool):
         """together   fewest steps until all are through, however much each has left: a step of who is left alone at the
-        end takes hardly less time than one of all. So each row is for whoever has most steps left. Where that one's
-        drafts are few, or seldom right, others' rows make nothing end sooner, and are still worth most of the tokens
-        that they give. Else most tokens of a step"""
+        end takes hardly less time than one of all. So each row is for whoever has most steps left. Where that one has
+        all that it can use, others' rows make nothing end sooner, by what is known now. But what is right is luck, and
+        steps that are left scatter by about the root of their number: one of those ahead may be the last in the end,
+        and is if it is given few rows for long. So a part of what rows are worth, _ANYONE, is the tokens that they
+        give, whoever has them. Where drafts of the one furthest behind are few, or seldom right, it is most of these
+        tokens. Else most tokens of a step"""
         outlooks = [(*_outlook(round(_PARTS * draft.chance)), draft.length) for draft in drafts]
         self.chances = [*itertools.chain.from_iterable(powers[:length] for powers, _, length in outlooks)]
         if not together:
@@ -215,7 +219,11 @@ class _Rows:
         right = [-worth / own - count for own in steps]
         right += [worth / least - count] * (min(most, total) - len(right))
         likeliest = itertools.accumulate(sorted(self.chances, reverse=True)[:most])
-        self.right = [max(own, _ALL_SAME * tokens) for own, tokens in zip(right, likeliest)]
+        part, anyone, floor = 1 - _ANYONE, _ANYONE, (1 - _ANYONE) * _ALL_SAME + _ANYONE
+        self.right = [
+            part * own + anyone * tokens if own > _ALL_SAME * tokens else floor * tokens
+            for own, tokens in zip(right, likeliest)
+        ]
 
     def first(self, count: int) -> list[int]:
         """How many of each draft are among so many. Of those of one rank there may be more."""
