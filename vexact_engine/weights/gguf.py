@@ -5,10 +5,14 @@ nothing of the rest. So of the Llama 3.1 family's files it leaves out rope_freqs
 rotation, and computes another model than the file's.
 """
 
+import contextlib
+import functools
 import math
 import mmap
 import re
 import struct
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +58,30 @@ _ENDS = "eos", "eot", "eom"  # of a text, of a turn, of a message: each ends an 
 _GPT2S = ("command-r", "exaone", "gpt-2", "mpt", "olmo", "phi-2", "refact", "roberta-bpe", "smollm", "starcoder")
 
 
+_reading = threading.RLock()
 _OTHERS = {  # general.type of what is no model, and what to do with it
     "adapter": "merge it into its base model (llama-export-lora, or merge_and_unload() of peft), and load that",
     "mmproj": "images are taken of a directory of safetensors alone: load that, or the text model's file",
 }
+
+
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """Within this what transformers asks gguf for several times is made once: all that a file says of itself, for the
+    configuration, for the tokenizer and for the weights, and the table of tensors' names, for each submodule. That is
+    most of the seconds that a small model takes. One thread at a time."""
+    try:
+        import gguf
+    except ImportError:  # transformers says so
+        yield
+        return
+    with _reading:
+        own = gguf.GGUFReader, gguf.get_tensor_name_map
+        gguf.GGUFReader, gguf.get_tensor_name_map = map(functools.cache, own)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map = own
 
 
 def check_file(path: Path) -> None:
