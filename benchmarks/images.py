@@ -9,9 +9,12 @@ milliseconds; the rows of an image alone are compared with those among the other
 image and some text, beside prompts of as many tokens of text. Every log-probability is compared with the trainer's,
 those of images behind other text too; every token and log-probability with those of the same prompt alone, from the
 warm cache, and in an engine whose cache is too small for all, so that some give back their pages and begin again.
+Times of a mixture are taken with routers of zeros, so that all rows go to the same experts: random weights send rows
+behind images to far fewer experts than rows behind text, and a step takes as long as the experts it reads.
 """
 
 import argparse
+import contextlib
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
@@ -215,6 +218,7 @@ def _decodes(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict]:
     config = EngineConfig(show_progress=False)
     text, pictured = _prompts(args, model.config, max(BATCHES))
     params = [SamplingParams(max_new_tokens=args.new, seed=seed, ignore_eos=True) for seed in range(max(BATCHES))]
+    routers = [p for name, p in model.named_parameters() if name.endswith(".mlp.gate.weight")]
     with Engine.from_pretrained(model, config=config) as engine:
         found = [[_timed(engine, prompts[:batch], params[:batch]) for prompts in (text, pictured)] for batch in BATCHES]
         warm = engine.generate(pictured, params, raise_on_error=True)
@@ -232,8 +236,12 @@ def _decodes(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict]:
         raise ValueError(
             f"images: --new: got {args.new}, with which nobody gives back pages in a small cache: expected more"
         )
+    times = [[time for time, _ in both] for both in found]
+    if routers:
+        with _zeroed(routers), Engine.from_pretrained(model, config=config) as engine:
+            times = [[_timed(engine, some[:n], params[:n])[0] for some in (text, pictured)] for n in BATCHES]
     with vx.patch.hf(model) as handle:  # of the same weights, once the cache's memory is free
-        for batch, ((plain, _), (ours, done)) in zip(BATCHES, found):
+        for batch, (plain, ours), (_, (_, done)) in zip(BATCHES, times, found):
             pairs = [pair for a, b in again for pair in _numbers(a, b)] if batch == max(BATCHES) else []
             checked = [*done, *behind] if pairs else done
             yield {
@@ -245,6 +253,7 @@ def _decodes(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict]:
                 "ours": round(ours, 4),
                 "text": round(plain, 4),
                 "ratio": round(ours / plain, 4),
+                **({"routers": "zeros"} if routers else {}),
                 "numbers": sum(len(c.logprobs) for c in checked),
                 "differ": sum(_differing(handle, c) for c in checked),
                 "again_numbers": len(pairs),
@@ -253,6 +262,19 @@ def _decodes(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict]:
                 "device": args.device,
                 **harness.environment(args.device),
             }
+
+
+@contextlib.contextmanager
+def _zeroed(tensors: list[Tensor]) -> Iterator[None]:
+    kept = [tensor.detach().clone() for tensor in tensors]
+    with torch.no_grad():
+        try:
+            for tensor in tensors:
+                tensor.zero_()
+            yield
+        finally:
+            for tensor, values in zip(tensors, kept):
+                tensor.copy_(values)
 
 
 def _numbers(a, b) -> Iterator[tuple]:

@@ -4,16 +4,19 @@ what was chosen on such a GPU; where it does not; and again in another process.
 python -m benchmarks start --shape qwen3-1.7b,qwen3-8b
 python -m benchmarks start --shape qwen3-1.7b,qwen3-8b --record
 python -m benchmarks start --shape gpt-oss-20b --layers 4 --log
-python -m benchmarks start --recipe --shape qwen3-0.6b
+python -m benchmarks start --recipe --shape qwen3-0.6b --record
 
 --recipe: as shipped and warm, from the command of `vexact recipe grpo` to the end of its first step, in which trainer
-and engine begin, answers are drawn, and a step is trained.
+and engine begin, answers are drawn, and a step is trained. Of the step's seconds `parts` says what they went to, one
+after another in the trainer, and what the caches have got is counted: warm nothing is verified, timed or compiled.
 --record writes what was chosen where all was timed (kernels by shapes, sizes of graphs by engines) to
 vexact_ops/_core/chosen/<gpu>.json, beside what is there: data that other machines with this GPU start with. Bits are
-no matter of it: a kernel that is named there is verified on each machine as ever. In a checkout.
+no matter of it: a kernel that is named there is verified on each machine as ever. In a checkout. With --recipe it keeps
+what a step of the recipe needs, and times what is not there yet.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -73,19 +76,22 @@ print(json.dumps({
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("start")
     group.add_argument("--recipe", action="store_true", help="the first step of `vexact recipe grpo` (an engine)")
+    group.add_argument("--caches", metavar="DIR", help="of --recipe: keep them there, and start warm where they are")
     group.add_argument("--record", action="store_true", help="keep what was chosen, as data of the library (measure)")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict]:
     """Three records per shape: `all timed` and `as shipped`, with caches of verdicts and kernels that are empty, and
-    `warm`. With --record one. compilers_s: of Triton's `compiled` kernels, each by itself: many compile at a time."""
-    if args.recipe and args.record:
-        raise ValueError("start: --recipe: got --record too, which is of an engine alone")
+    `warm`. With --record one, but of the recipe the last two as ever. compilers_s: of Triton's `compiled` kernels, each
+    by itself: many compile at a time."""
     for shape in args.shape.split(","):
         if args.recipe:
-            with _caches() as caches:
-                for what in ("as shipped", "warm"):
-                    yield _record(args, f"recipe grpo, {shape}", what, _first_step(args, shape, caches))
+            with _caches(args.caches) as caches, tempfile.TemporaryDirectory() as noted:
+                for what in ("as shipped", "warm")[any(_kept(caches).values()) :]:
+                    found = _first_step(args, shape, caches | {"VEXACT_RECORD": noted})
+                    yield _record(args, f"recipe grpo, {shape}", what, found)
+                if args.record:
+                    _merge(choices.collected(noted), args.device)
             continue
         if args.record:
             with _caches() as caches:
@@ -100,12 +106,11 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
             yield _record(args, shape, "warm", _child(args, shape, caches))
 
 
-class _caches(tempfile.TemporaryDirectory):
-    """Variables by which a process finds caches that are empty."""
-
-    def __enter__(self) -> dict[str, str]:
-        folder = super().__enter__()
-        return {"VEXACT_CACHE": f"{folder}/vexact", "TRITON_CACHE_DIR": f"{folder}/triton"}
+@contextlib.contextmanager
+def _caches(kept: str | None = None) -> Iterator[dict[str, str]]:
+    """Variables by which a process finds caches that are empty; kept: those of this folder, which stays."""
+    with contextlib.nullcontext(kept) if kept else tempfile.TemporaryDirectory() as folder:
+        yield {"VEXACT_CACHE": f"{folder}/vexact", "TRITON_CACHE_DIR": f"{folder}/triton"}
 
 
 def _child(args: argparse.Namespace, shape: str, variables: dict, rows: int = 0, training: int = 0) -> dict:
@@ -127,9 +132,12 @@ def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
         given = ["--model", shape, "--device", args.device, "--steps", "2", "--record", str(file)]
         given += [word for name, value in sizes for word in (name, str(value))]
         given += ["--layers", str(args.layers)] if args.layers else []
+        given += ["--debug"] if args.log else []
         command, seconds = [sys.executable, "-m", "vexact_engine.cli", "recipe", "grpo", *given], []
+        before = _kept(variables)
         begin = time.perf_counter()
-        with open(log, "w") as said:
+        with open(log, "w") as kept:
+            said = sys.stderr if args.log else kept
             process = subprocess.Popen(command, env=os.environ | variables, stdout=said, stderr=said, cwd=ROOT)
             try:
                 ended = None
@@ -142,7 +150,17 @@ def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
                 process.kill()
         if process.wait() or len(seconds) < 2:
             raise RuntimeError(f"start: recipe grpo: exit code {process.returncode}\n{log.read_text()[-2000:]}")
-    return {"ours": round(seconds[0], 2), "second_s": round(seconds[1] - seconds[0], 2)}
+        parts = next(entry["seconds"] for line in file.open() if (entry := json.loads(line)).get("kind") == "start")
+    kept = {name: count - before[name] for name, count in _kept(variables).items()}
+    times = {"ours": round(seconds[0], 2), "second_s": round(seconds[1] - seconds[0], 2)}
+    return times | kept | {"parts": {name: round(value, 2) for name, value in parts.items()}}
+
+
+def _kept(variables: dict[str, str]) -> dict[str, int]:
+    """What there is in caches: verdicts on kernels, and kernels, Triton's and flash-attn-4's."""
+    ours, tritons = Path(variables["VEXACT_CACHE"]), Path(variables["TRITON_CACHE_DIR"])
+    compiled = [*tritons.rglob("*.cubin"), *ours.glob("kernels/*.so"), *ours.glob("kernels/*.o")]
+    return {"decisions": len([*ours.glob("admissions/*/*.json")]), "compiled": len(compiled)}
 
 
 def _record(args: argparse.Namespace, shape: str, start: str, found: dict) -> dict:

@@ -9,6 +9,7 @@ import vexact_ops as vx
 NOT_OPS = {
     "admit",
     "must_admit",
+    "without_races",
     "different",
     "same_bits",
     "explain",

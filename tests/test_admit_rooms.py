@@ -307,3 +307,27 @@ def test_gradients_whose_kernel_could_not_be_verified_are_no_other_kernels_in_si
         cuda._fast_backward(call)
     monkeypatch.setenv("VEXACT_ADMIT", "0")
     assert not cuda._fast_backward(call), "as was asked for"
+
+
+def test_a_large_product_waits_for_the_choice_that_it_verifies(monkeypatch):
+    """Without candidates the canonical kernel would be its own for good."""
+    from vexact_ops._core.admit import Decision
+    from vexact_ops.linear import cuda
+
+    monkeypatch.setattr(cuda.gpu, "not_sm90", lambda device: None)
+    monkeypatch.setattr(cuda.Product, "algorithms", lambda self, most: [])
+    large = cuda.Product(CPU, torch.bfloat16, torch.bfloat16, 11000, 1024, 1024, b_k=False)
+    assert large.top == 12288 and large.m == 11000
+
+    def settled(final):
+        asked = []
+
+        def decide(proposal, device):
+            asked.append(proposal.key.split()[3])
+            return Decision(proposal.key, proposal.canonical, "it is to be timed", final=final or len(asked) > 1)
+
+        monkeypatch.setattr(cuda, "admitted", decide)
+        return cuda.route(large).final, [m for m in asked if m != "M<=8192"]
+
+    assert settled(final=False) == (False, [])
+    assert settled(final=True) == (True, ["M<=12288"])

@@ -24,6 +24,26 @@ def test_what_is_compared(more):
     assert (many["numbers"], many["differ"]) == (18 * 40, 0)  # two of them behind other text
     assert (many["again_numbers"], many["again_differ"]) == (2 * 40 * (16 + 2 + 16), 0)
     assert many["preemptions"] > 0
+    assert [r.get("routers") for r in (one, many)] == 2 * ["zeros" if more else None]
+
+
+def test_routers_have_their_weights_back(monkeypatch):
+    """Times are of zeros; what is compared is not."""
+    timed, seen = images._timed, []
+    monkeypatch.setattr(
+        images, "_timed", lambda engine, *given: (seen.append(_router(engine.model)), timed(engine, *given))[1]
+    )
+    made = images._model
+    monkeypatch.setattr(images, "_model", lambda *given: seen.append(made(*given)) or seen[0])
+    list(images._decodes(asked(40), images.Sizes("tiny", {**DENSE, **EXPERTS}, TOWER)))
+    model, *routers = seen
+    assert [bool(r) for r in routers] == [True] * 4 + [False] * 4
+    assert _router(model)
+
+
+def _router(model) -> float:
+    routers = [p for name, p in model.named_parameters() if name.endswith(".mlp.gate.weight")]
+    return sum(float(p.detach().abs().sum()) for p in routers)
 
 
 def test_a_difference_is_counted(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -195,3 +196,21 @@ def test_what_is_recorded_comes_beside_what_is_there(tmp_path, monkeypatch):
     assert found["kernels"] == {"a product": "fast", "b product": "fast", "c product": "fast"}
     assert found["graphs"] == first["graphs"] and found["made"].keys() >= {"torch", "commit", "date"}
     assert '  "b product": "fast",\n' in path.read_text(), "a line for each"
+
+
+def test_what_processes_record_is_collected(tmp_path, monkeypatch):
+    monkeypatch.setattr(choices, "_noted", {})
+    choices.record("kernels", "a product", "slow")
+    monkeypatch.setenv("VEXACT_RECORD", str(tmp_path))
+    assert choices.collected(tmp_path) == {}, "nothing of before"
+    for pid, chosen in ((7, "slow"), (6, "fast")):
+        monkeypatch.setattr(choices.os, "getpid", lambda pid=pid: pid)
+        choices.record("kernels", "a product", chosen)
+        os.utime(tmp_path / f"{pid}.jsonl", ns=(0, 10 - pid))
+    choices.record("graphs", "an engine", {"decodes": [1, 8]})
+    os.utime(tmp_path / "6.jsonl", ns=(0, 10))
+    expected = {"kernels": {"a product": "fast"}, "graphs": {"an engine": {"decodes": [1, 8]}}}
+    assert choices.collected(tmp_path) == expected == choices.recorded()
+    monkeypatch.setenv("VEXACT_RECORD", str(tmp_path / "nowhere"))
+    choices.record("kernels", "a product", "other")  # which is no obstacle
+    assert choices.collected(tmp_path) == expected

@@ -81,7 +81,7 @@ def ops(x: Tensor, w: Tensor, ids: Tensor, offsets: Tensor) -> None:
 
 def about_this_process(x: Tensor, w: Tensor) -> None:
     print(vx.explain(vx.linear, x, w).kernels)
-    with vx.must_admit():
+    with vx.must_admit(), vx.without_races():
         seconds: float = vx.admit(torch.nn.Linear(8, 8), rows=[1, 8]).seconds
     print(seconds)
     found: dict[str, object] = vx.numerics("cpu", kv_segment=64)

@@ -29,7 +29,7 @@ from .frontend import Frontend, Prompt
 from .handover.session import TORN, WeightUpdate, check_numerics, check_version, with_model
 from .outputs import Increment, Load, Submission, Ticket
 from .parallel.assembly import assemble, complete
-from .request import Begun, Completion, Request, check_name, check_params, refused
+from .request import Completion, PartialOutput, Request, check_name, check_params, refused
 from .runner import shapes
 from .runner.ahead import verifying
 from .runner.sleep import TAGS, check_level, named_tags
@@ -164,14 +164,14 @@ class Engine(Frontend):
         request_id: str | None = None,
         notify: Callable[[], None],
         listen: Callable[[Increment | BaseException], None] | None = None,
-        begun: Sequence[Begun] | None = None,
+        earlier: Sequence[PartialOutput] | None = None,
     ) -> Ticket | list[Completion]:
         """For servers: hand one request over and return at once.
 
         notify    called in the engine's thread once the request is done
         listen    called there with each Increment, and with an exception that ends the request instead. Neither may
                   wait for anything
-        begun     for each sample what it got elsewhere: it goes on from there
+        earlier   for each sample what it got elsewhere: it goes on from there
         returns   its Ticket, whose `result()` are the completions once it is done (of samples that were `done`
                   elsewhere None); or, where the request is itself at fault, the completions that say so, and nobody
                   is called
@@ -180,7 +180,7 @@ class Engine(Frontend):
         call = Submission(notify)
         self.check_open()
         params = SamplingParams() if params is None else params
-        made = self._job(prompt, params, request_id, call, listen, begun)
+        made = self._job(prompt, params, request_id, call, listen, earlier)
         if isinstance(made, Ticket):
             self._submit([made])
         return made
@@ -540,7 +540,7 @@ class Engine(Frontend):
             raise call.tickets[before].error
         self._loop.submit(tickets, self._worker.fence(), launched)
 
-    def _job(self, prompt, params, name, call, listen, begun=None) -> Ticket | list[Completion]:
+    def _job(self, prompt, params, name, call, listen, earlier=None) -> Ticket | list[Completion]:
         ids: list[int] = []
         try:
             check_params(params, self.vocab_size)
@@ -551,11 +551,11 @@ class Engine(Frontend):
             given, pictures = self._read_prompt(prompt, self.images)
             if self.labels is not None:
                 given = without_padding(given, self.model)
-            request = Request(given, params, name, begun, pictures)
+            request = Request(given, params, name, earlier, pictures)
             ids = request.prompt_ids
         except Exception as error:
             return refused(ids, params, name, error, self.weight_version)
-        return Ticket(request, self._text, call, listen, begun)
+        return Ticket(request, self._text, call, listen, earlier)
 
     def _progress(self, tickets: Sequence[Ticket]) -> tuple[int, int, int]:
         samples = [sample for ticket in tickets for sample in ticket.request.sequences]

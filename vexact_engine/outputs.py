@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .errors import RequestError
-from .request import Begun, Completion, Request, Sequence
+from .request import Completion, PartialOutput, Request, Sequence
 from .text import Detokenizer, Stops, Text
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Ticket:
         text: Text | None,
         call: Submission,
         listen: Callable[[Increment | BaseException], None] | None = None,
-        begun: Several[Begun] | None = None,
+        earlier: Several[PartialOutput] | None = None,
     ):
         self.request, self.call, self.listen = request, call, listen
         self.text = text if text is None or request.params.skip_special_tokens else text.verbatim()
@@ -152,11 +152,11 @@ class Ticket:
         self.done = False
         self.error: BaseException | None = None
         call.add(self)
-        for sample, had in zip(self.samples, begun or ()):
-            sample.sent_text, sample.sent_tokens, sample.done = had.sent_text, len(had.token_ids), had.done
+        for sample, partial in zip(self.samples, earlier or ()):
+            sample.sent_text, sample.sent_tokens, sample.done = partial.sent_text, len(partial.token_ids), partial.done
             if sample.detokenizer is not None:  # one by one, as it was: what of it is certain may depend on that
-                for count in range(len(had.token_ids)):
-                    sample.detokenizer.update(had.token_ids[: count + 1])
+                for count in range(len(partial.token_ids)):
+                    sample.detokenizer.update(partial.token_ids[: count + 1])
                 sample.stops.update(sample.detokenizer.text)
 
     def result(self) -> list[Completion]:

@@ -116,7 +116,8 @@ class Completion:
     weight_version    version of the weights that gave the last token; `weight_versions` has it for every token
     top_logprobs      for each token {id: log-probability} of the likeliest ids, if `num_top_logprobs` asked for them
     prompt_logprobs   of each of the prompt's tokens at temperature 1, if `prompt_logprobs` asked for them: None for the
-                      first, which follows nothing, and for those not yet computed
+                      first, which follows nothing, and for those not yet computed. Of one version of the weights,
+                      that of the first token where there is one
     prompt_top_logprobs   at the same places {id: log-probability} of the likeliest ids, if `num_prompt_top_logprobs`
                       asked for them
     error             why, where finish_reason is "error", or "length" for want of cache
@@ -162,7 +163,7 @@ class Completion:
 
 
 @dataclass
-class Begun:
+class PartialOutput:
     """What one sample of a request got elsewhere: it goes on from there, and what comes has the bits that it would have
     had there.
 
@@ -177,12 +178,14 @@ class Begun:
     top_logprobs: list[dict[int, float]] | None = None
     sent_text: int = 0
     done: bool = False
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
 class Request:
     """One prompt and what is wanted of it. TypeError if the prompt is not token ids, ValueError if it is empty.
 
-    begun       for each sample what it has already, where some of this was computed elsewhere
+    earlier     for each sample what it has already, where some of this was computed elsewhere
     pictures    the images of the prompt (media.images.Pictures); None: it has none
     id          for people, and for `abort`; everything else knows a request by the object. Drawn where none is given
     unfinished  how many of its samples still run or wait
@@ -194,7 +197,7 @@ class Request:
         prompt_ids: Iterable[int],
         params: SamplingParams | None = None,
         request_id: str | None = None,
-        begun: "list[Begun] | None" = None,
+        earlier: "list[PartialOutput] | None" = None,
         pictures: Any = None,
     ):
         self.pictures = pictures
@@ -210,8 +213,8 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(self.params.n)]
         self.unfinished = len(self.sequences)
         self.pages = None
-        for sequence, had in zip(self.sequences, begun or ()):
-            sequence.begin(had)
+        for sequence, partial in zip(self.sequences, earlier or ()):
+            sequence.resume(partial)
 
     @property
     def keys(self) -> list:
@@ -316,16 +319,20 @@ class Sequence:
         self.epoch = self.in_flight = 0
         self.forget_pages()
 
-    def begin(self, had: Begun) -> None:
+    def resume(self, partial: PartialOutput) -> None:
         """Go on from tokens that were drawn elsewhere, just now as far as anybody here knows."""
-        self.tokens += had.token_ids
-        self.logprobs += had.logprobs
-        self.raw_logprobs += had.raw_logprobs
-        self.weight_versions += had.weight_versions
-        self.token_times += [self.request.arrived] * len(had.token_ids)
+        self.tokens += partial.token_ids
+        self.logprobs += partial.logprobs
+        self.raw_logprobs += partial.raw_logprobs
+        self.weight_versions += partial.weight_versions
+        self.token_times += [self.request.arrived] * len(partial.token_ids)
         if self.top_logprobs is not None:
-            self.top_logprobs += had.top_logprobs or []
-        if had.done:
+            self.top_logprobs += partial.top_logprobs or []
+        if self.prompt_logprobs is not None and partial.prompt_logprobs is not None:
+            self.prompt_logprobs = list(partial.prompt_logprobs)
+        if self.prompt_top_logprobs is not None and partial.prompt_top_logprobs is not None:
+            self.prompt_top_logprobs = list(partial.prompt_top_logprobs)
+        if partial.done:
             self.finish("abort")
 
     def forget_pages(self) -> list[int]:

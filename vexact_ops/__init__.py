@@ -44,6 +44,7 @@ _WHERE = {
     # about this process
     "admit": "patch.admit",
     "must_admit": "_core.admit",
+    "without_races": "_core.admit",
     "explain": "_core.explain",
     "numerics": "_core.numerics",
     "numerics_difference": "_core.numerics",
@@ -109,6 +110,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from . import patch as patch
     from . import testing as testing
     from ._core.admit import must_admit as must_admit
+    from ._core.admit import without_races as without_races
     from ._core.backend import BackendUnavailable as BackendUnavailable
     from ._core.backend import backends as backends
     from ._core.backend import current_backend as current_backend

@@ -1,11 +1,15 @@
 // archs: 90a
 // Bindings and launches of gated_delta on SM90: bf16 and fp16, rows and slots on 16-byte boundaries.
+#include <algorithm>
+
 #include "common/cuda.h"
 #include "common/values.h"
 #include "gated_delta/chunks.cuh"
 #include "gated_delta/decode.cuh"
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
+#include "gated_delta/wide.cuh"
+#include "gated_delta/wide_scan.cuh"
 
 namespace vx {
 namespace {
@@ -51,35 +55,47 @@ void prepare(const GatedDeltaBackward& rows, delta::Prepared* prepared, int devi
 }
 
 template <class T, bool KEEP>
-void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, int device, cudaStream_t stream) {
+void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, bool wide, int device, cudaStream_t stream) {
   constexpr int kBytes = sizeof(delta::WholeShared<T>);
   static_assert(kBytes <= 227 << 10);
-  static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
+  static std::atomic<uint64_t> allowed{0}, wide_allowed{0};
   const dim3 grid(unsigned(args.hv * (args.dv / delta::kColumns)), unsigned(args.sequences));
-  delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
-  VX_CUDA_CHECK(cudaGetLastError());
+  if (wide) {
+    allow_shared_memory(delta::wide_kernel<T, KEEP>, delta::kWideBytes<T>, device, wide_allowed);
+    delta::wide_kernel<T, KEEP><<<grid, delta::kWideWholeThreads, delta::kWideBytes<T>, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
+  } else {
+    allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
+    delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
+  }
 }
 
 template <class T>
-void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, int device,
-            cudaStream_t stream) {
+void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, bool wide,
+            int device, cudaStream_t stream) {
   prepare<T>(rows, prepared, device, stream);
-  args.out ? pass<T, false>(args, prepared, device, stream) : pass<T, true>(args, prepared, device, stream);
+  args.out ? pass<T, false>(args, prepared, wide, device, stream) : pass<T, true>(args, prepared, wide, device, stream);
 }
 
 template <class T>
-void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_prepared, int64_t chunks, int device,
-            cudaStream_t stream) {
+void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_prepared, bool wide, int64_t chunks,
+            int device, cudaStream_t stream) {
   if (!is_prepared) prepare<T>(args, prepared, device, stream);
   constexpr int kScan = sizeof(delta::ScanShared<T>), kGrads = delta::kGradsBytes<T>;
   static_assert(kScan <= 227 << 10 && kGrads <= 227 << 10);
-  static std::atomic<uint64_t> scan_allowed{0}, grads_allowed{0};
+  static std::atomic<uint64_t> scan_allowed{0}, wide_allowed{0}, grads_allowed{0};
   allow_shared_memory(delta::scan_kernel<T>, kScan, device, scan_allowed);
+  allow_shared_memory(delta::wide_scan_kernel<T>, delta::kWideScanBytes<T>, device, wide_allowed);
   allow_shared_memory(delta::grads_kernel<T>, kGrads, device, grads_allowed);
   const dim3 columns(unsigned(args.hv * (args.dv_size / delta::kColumns)), unsigned(args.sequences));
-  delta::scan_kernel<T><<<columns, delta::kPassThreads, kScan, stream>>>(args, prepared);
-  VX_CUDA_CHECK(cudaGetLastError());
+  if (wide) {
+    delta::wide_scan_kernel<T><<<columns, delta::kWideThreads, delta::kWideScanBytes<T>, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
+  } else {
+    delta::scan_kernel<T><<<columns, delta::kPassThreads, kScan, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
+  }
   if (args.tokens == 0) return;
   delta::grads_kernel<T><<<dim3(unsigned(chunks), unsigned(args.hk)), kBackwardThreads, kGrads, stream>>>(args);
   VX_CUDA_CHECK(cudaGetLastError());
@@ -167,8 +183,9 @@ void check_out(const Tensor& out, const Tensor& v) {
 // One row of each sequence that has one in this call; the others are left to another kernel.
 void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor open_k, Tensor open_u,
                         Tensor open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm,
-                        Tensor out) {
+                        int64_t ahead, Tensor out) {
   GatedDeltaDecode args{};
+  args.ahead = int(std::clamp<int64_t>(ahead, 0, 1 << 20));
   fill_rows(args, q, k, v, g, beta, cu_seqlens_q, scale, l2norm);
   fill_slots(args, q, state, open_k, open_u, open_g, slots, context_lens);
   args.open_k = mutable_data(open_k), args.open_g = static_cast<float*>(mutable_data(open_g));
@@ -227,10 +244,10 @@ delta::Prepared* prepared_of(const Tensor& prepared, const GatedDeltaChunks& arg
   return reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * kPrepared));
 }
 
-// Whole sequences.
+// Whole sequences. wide: by the warpgroup instruction.
 void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                        std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
-                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm,
+                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm, bool wide,
                        std::optional<Tensor> out) {
   GatedDeltaChunks args = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const int64_t plane = int64_t(args.hv) * args.dk * args.dv, chunks = args.tokens / kChunk + args.sequences;
@@ -251,9 +268,9 @@ void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tens
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, rows, to, device, stream);
+    launch<__nv_bfloat16>(args, rows, to, wide, device, stream);
   else
-    launch<__half>(args, rows, to, device, stream);
+    launch<__half>(args, rows, to, wide, device, stream);
 }
 
 void check_out(const Tensor& out, const Tensor& like, const char* name) {
@@ -262,11 +279,11 @@ void check_out(const Tensor& out, const Tensor& like, const char* name) {
 }
 
 // All gradients, from what gated_delta_whole or gated_delta_chunks keeps. prepared: as gated_delta_whole writes it, where
-// it has been; else it is written here.
+// it has been; else it is written here. wide: the scan by the warpgroup instruction.
 void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
                           Tensor cu_seqlens, Tensor states, Tensor us, Tensor prepared, bool is_prepared, double scale,
-                          bool l2norm, Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta,
-                          std::optional<Tensor> dinitial) {
+                          bool l2norm, bool wide, Tensor dstates, Tensor dus, Tensor dq, Tensor dk, Tensor dv, Tensor dg,
+                          Tensor dbeta, std::optional<Tensor> dinitial) {
   const GatedDeltaChunks rows = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   delta::Prepared* const between = prepared_of(prepared, rows);
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(data(dout)) % 16 == 0, "gated_delta: dout: expected a 16-byte boundary");
@@ -286,18 +303,19 @@ void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, T
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, between, is_prepared, chunks, device, stream);
+    launch<__nv_bfloat16>(args, between, is_prepared, wide, chunks, device, stream);
   else
-    launch<__half>(args, between, is_prepared, chunks, device, stream);
+    launch<__half>(args, between, is_prepared, wide, chunks, device, stream);
 }
 
-// Whole sequences, or with slots those of more than one row; a block takes this many columns.
+// Whole sequences, or with slots those of more than one row; a block takes this many columns. prepared: those that go on
+// from a chunk's start go as whole sequences do by the warpgroup instruction.
 void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                         std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
                         std::optional<Tensor> us, std::optional<Tensor> state, std::optional<Tensor> open_k,
                         std::optional<Tensor> open_u, std::optional<Tensor> open_g, std::optional<Tensor> slots,
-                        std::optional<Tensor> context_lens, double scale, bool l2norm, int64_t columns,
-                        std::optional<Tensor> out) {
+                        std::optional<Tensor> context_lens, std::optional<Tensor> prepared, double scale, bool l2norm,
+                        int64_t columns, std::optional<Tensor> out) {
   GatedDeltaChunks args{};
   fill_rows(args, q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const auto aligned = [](const Tensor& t) {
@@ -325,6 +343,17 @@ void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Ten
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
+  if (prepared) {
+    STD_TORCH_CHECK(slots && out && args.wide_beta && g.is_contiguous() && beta.is_contiguous(),
+                    "gated_delta: prepared: expected slots, outputs, and contiguous fp32 gates");
+    delta::Prepared* const to = prepared_of(*prepared, args);
+    const GatedDeltaBackward rows = rows_of(args);
+    args.within = true;
+    if (q.scalar_type() == ScalarType::BFloat16)
+      launch<__nv_bfloat16>(args, rows, to, true, device, stream);
+    else
+      launch<__half>(args, rows, to, true, device, stream);
+  }
   if (q.scalar_type() == ScalarType::BFloat16)
     columns == 32 ? launch<__nv_bfloat16, 32>(args, device, stream) : launch<__nv_bfloat16, 64>(args, device, stream);
   else

@@ -4,7 +4,9 @@
 // the columns' w (w = r u: what u is multiplied by wherever it is used, see op.py), and writes the state only behind a
 // chunk's last row. 128 x 128 heads of bf16 take 52 KB of shared memory, so that four blocks run on a multiprocessor
 // and one's arithmetic hides behind the others' copies. The keys come first, for the products among keys run while the
-// state arrives; w take their place once these are done.
+// state arrives; w take their place once these are done. So that memory rests at neither wait, blocks may ask the L2 cache
+// for what a later sequence's read, as long runs of bytes, and the first ones, which come up while the kernel before still
+// runs, for what they read themselves: no bit depends on that.
 #pragma once
 #include "gated_delta/mma.cuh"
 
@@ -26,6 +28,7 @@ struct GatedDeltaDecode {
   const int32_t *slots, *context_lens, *offsets;
   void* out;  // (tokens, hv, dv)
   int sequences, slot_count, tokens, hk, hv, dk, dv;
+  int ahead;  // how many sequences later the one is for which the L2 cache is asked, twice as many run at once; 0: it is not
   float scale;
   bool l2norm;
 };
@@ -47,6 +50,27 @@ struct DecodeShared {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+__device__ __forceinline__ void into_l2(const void* from, int64_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(uint32_t(bytes)) : "memory");
+}
+// This block's share of what the blocks of sequence b read of its slot: every so many-th open row of all heads, and as much
+// of the state as a block reads. The slot and the length may be those of another call, where what writes them still runs:
+// from L2, that no such value stays in L1.
+template <class T, int DK>
+__device__ __forceinline__ void ask_for(const GatedDeltaDecode& args, int b) {
+  if (b >= args.sequences) return;
+  const int length = __ldcg(args.context_lens + b), slot = __ldcg(args.slots + b);
+  if (length < 1 || slot < 0 || slot >= args.slot_count) return;
+  const int64_t k_step = int64_t(args.hk) * DK, w_step = int64_t(args.hv) * args.dv;
+  for (int j = blockIdx.x; j < (length - 1) % kChunk; j += gridDim.x) {
+    into_l2(static_cast<const T*>(args.open_k) + slot * args.k_slot + j * k_step, k_step * sizeof(T));
+    into_l2(args.open_w + slot * args.w_slot + j * w_step, w_step * sizeof(float));
+  }
+  constexpr int kShare = DK * kDecodeColumns;
+  if (length > kChunk)
+    into_l2(args.state + slot * args.state_slot + int64_t(blockIdx.x) * kShare, kShare * sizeof(float));
+}
+
 // Where column c of row r lies: the four rows of eight columns that a warp reads at once meet 32 banks.
 __device__ __forceinline__ int placed(int r, int c) { return c ^ ((r & 3) << 3); }
 
@@ -61,6 +85,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
   const int b = blockIdx.y, splits = args.dv / kColumns, h = blockIdx.x / splits, c0 = blockIdx.x % splits * kColumns;
   const int group = args.hv / args.hk, hk = h / group;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, gid = lane / 4, tig = lane % 4;
+  if (tid == 0 && b < 2 * args.ahead) ask_for<T, DK>(args, b);
   sm90::wait_for_kernel_before();
   sm90::let_kernel_after_start();
   const int t = args.offsets[b], behind = args.offsets[b + 1], length = args.context_lens[b], slot = args.slots[b];
@@ -127,6 +152,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
       sh.g[i] = g;
       if (appends && c0 == 0) open_g[int64_t(i) * args.hv] = g;
     }
+  } else if (lane == 0 && args.ahead && b >= args.ahead) {
+    ask_for<T, DK>(args, b + args.ahead);
   }
   copies_wait<1>();
   __syncthreads();
@@ -215,42 +242,59 @@ __global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kern
   }
   if (!kept || i != kChunk - 1) return;
 
-  // The chunk's last row: the state at its end. Keys are read again, for w has taken their place.
+  // The chunk's last row: the state at its end. Keys are read again, for w has taken their place: a thread's dims lie side by
+  // side, so that a row's are one load, and its w serve all of them. No sum depends on which of the unit's rows it is.
   __syncthreads();
-  for (int m0 = 16 * warp; m0 < DK; m0 += 16 * (kThreads / 32)) {
-    float d[kColumns / 8][4] = {};
+  constexpr int kSteps = DK <= 128 ? 2 : 4;             // of eight rows, whose keys are loaded at once
+  constexpr int kTiles = DK / 64, kDims = 2 * kTiles;  // of 16 dims of a warp's; a thread's: rows gid and gid + 8 of each
+  struct alignas(2 * kDims) Dims {
+    T x[kDims];
+  };
+  const int r0 = (8 * warp + gid) * kDims;
+  float d[kTiles][kColumns / 8][4] = {};
 #pragma unroll 1
-    for (int j0 = tig; j0 < kChunk; j0 += kChunk / 2) {
-      constexpr int kSteps = kChunk / 16;
-      float keys[kSteps][4];
+  for (int j0 = tig; j0 < kChunk; j0 += 8 * kSteps) {
+    Dims keys[kSteps][2];
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s)
+    for (int s = 0; s < kSteps; ++s)
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const int j = j0 + 8 * s + 4 * (m / 2);
-          keys[s][m] = widen((j == i ? k : open_k + j * k_step)[m0 + gid + 8 * (m % 2)]);
-        }
+      for (int m = 0; m < 2; ++m) {
+        const int j = j0 + 8 * s + 4 * m;
+        if (j != i)
+          keys[s][m] = *reinterpret_cast<const Dims*>(open_k + j * k_step + r0);
+        else
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int j = j0 + 8 * s;
-        const float e0 = exp_term(here - sh.g[j]), e1 = exp_term(here - sh.g[j + 4]);
+          for (int n = 0; n < kDims; ++n) keys[s][m].x[n] = k[r0 + n];
+      }
 #pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) {
-          const int column = placed(j, 8 * n + gid);
-          product(d[n], keys[s], rounded(e0 * sh.w[j][column]), rounded(e1 * sh.w[j + 4][column]));
-        }
+    for (int s = 0; s < kSteps; ++s) {
+      const int j = j0 + 8 * s;
+      const float e0 = exp_term(here - sh.g[j]), e1 = exp_term(here - sh.g[j + 4]);
+      float a[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int m = 0; m < 4; ++m) a[t][m] = widen(keys[s][m / 2].x[2 * t + m % 2]);
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const int column = placed(j, 8 * n + gid);
+        const float b0 = rounded(e0 * sh.w[j][column]), b1 = rounded(e1 * sh.w[j + 4][column]);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) product(d[t][n], a[t], b0, b1);
       }
     }
+  }
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const int r = m0 + gid + 8 * m, column = 8 * n + 2 * tig;
+        const int r = r0 + 2 * t + m, column = 8 * n + 2 * tig;
         const float* const old = &sh.s[r][placed(r, column)];
-        *reinterpret_cast<float2*>(state + int64_t(r) * args.dv + column) =
-            float2{fmaf(decay, old[0], d[n][2 * m]), fmaf(decay, old[1], d[n][2 * m + 1])};
+        const float2 two{fmaf(decay, old[0], d[t][n][2 * m]), fmaf(decay, old[1], d[t][n][2 * m + 1])};
+        __stcg(reinterpret_cast<float2*>(state + int64_t(r) * args.dv + column), two);
       }
-  }
 #endif
 }
 

@@ -28,6 +28,41 @@ struct ScanShared {
 };
 static_assert(offsetof(Prepared, rows) == offsetof(Prepared, k) + sizeof(Prepared::Keys));
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Keys and what is of them, or queries, what is of these and the outputs' gradients (into `d`), a chunk after another:
+// a warp's, two chunks ahead of whoever reads them.
+template <class T, class Shared, class D, class Row, class Last, class Place>
+__device__ __forceinline__ void bring_chunks(Shared& sh, D& d, bool of_k, const GatedDeltaBackward& args,
+                                             const Prepared* prepared, int chunks, int hk, int h, int c0,
+                                             const Row& row_of, const Last& last_of, const Place& place_of) {
+  const int lane = threadIdx.x % 32;
+  const int64_t v_step = int64_t(args.hv) * args.dv_size;
+  for (int turn = 0; turn < chunks; ++turn) {
+    const int n = turn % 2, use = turn / 2, last = last_of(turn);
+    const int64_t row = row_of(turn);
+    const Prepared& from = prepared[place_of(turn)];
+    Passed& there = (of_k ? sh.k_there : sh.q_there)[n];
+    if (use) (of_k ? sh.k_free : sh.q_free)[n].wait(use - 1);
+    if (of_k) {
+      bring_rows<kDepth>(sh.k[n], static_cast<const T*>(args.k) + row * args.k_row + hk * args.k_head, args.k_row, last);
+    } else {
+      bring_rows<kDepth>(sh.q[n], static_cast<const T*>(args.q) + row * args.q_row + hk * args.q_head, args.q_row, last);
+      bring_rows<kColumns>(d[n], static_cast<const T*>(args.dout) + row * v_step + int64_t(h) * args.dv_size + c0, v_step, last);
+    }
+    there.arrive_behind(of_k ? sizeof(sh.of_k[n]) : sizeof(sh.of_q[n]));
+    if (lane == 0) {
+      if (of_k)
+        copy_bulk(&sh.of_k[n], &from.k, sizeof(sh.of_k[n]), there.address());
+      else
+        copy_bulk(&sh.of_q[n], &from.q, sizeof(sh.of_q[n]), there.address());
+    }
+    __syncwarp();
+  }
+}
+
+#endif
+
 template <class T>
 __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaBackward args, const Prepared* prepared) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -64,28 +99,7 @@ __global__ void __launch_bounds__(kPassThreads, 1) scan_kernel(const GatedDeltaB
   __syncthreads();
 
   if (role.brings) {
-    const bool of_k = role.group == 0;
-    for (int turn = 0; turn < chunks; ++turn) {
-      const int n = turn % 2, use = turn / 2, last = last_of(turn);
-      const int64_t row = row_of(turn);
-      const Prepared& from = prepared[place_of(turn)];
-      Passed& there = (of_k ? sh.k_there : sh.q_there)[n];
-      if (use) (of_k ? sh.k_free : sh.q_free)[n].wait(use - 1);
-      if (of_k) {
-        bring_rows<kDepth>(sh.k[n], static_cast<const T*>(args.k) + row * args.k_row + hk * args.k_head, args.k_row, last);
-      } else {
-        bring_rows<kDepth>(sh.q[n], static_cast<const T*>(args.q) + row * args.q_row + hk * args.q_head, args.q_row, last);
-        bring_rows<kColumns>(sh.d[n], static_cast<const T*>(args.dout) + row * v_step + int64_t(h) * args.dv_size + c0, v_step, last);
-      }
-      there.arrive_behind(of_k ? sizeof(sh.of_k[n]) : sizeof(sh.of_q[n]));
-      if (lane == 0) {
-        if (of_k)
-          copy_bulk(&sh.of_k[n], &from.k, sizeof(sh.of_k[n]), there.address());
-        else
-          copy_bulk(&sh.of_q[n], &from.q, sizeof(sh.of_q[n]), there.address());
-      }
-      __syncwarp();
-    }
+    bring_chunks<T>(sh, sh.d, role.group == 0, args, prepared, chunks, hk, h, c0, row_of, last_of, place_of);
     return;
   }
 

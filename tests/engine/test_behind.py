@@ -84,15 +84,17 @@ def test_who_waits_and_fits_is_let_in_first():
 ACTIONS = ["step", "step", "step", "step", "add", "preempt", "abort", "cancel", "reset"]
 
 
-@given(st.data(), st.integers(1, 9), st.sampled_from([14, 20, 60]), st.booleans())
+@given(st.data(), st.integers(1, 9), st.sampled_from([14, 20, 60]), st.sampled_from([None, True, False]))
 def test_whatever_happens_meanwhile_the_same_is_drawn(data, most, pages, texts):
-    """At random, on a cache that is too small at times: requests, preemptions, aborts, failed steps, resets."""
-    sources = ("given", "samples") if texts else ("given",)
+    """At random, on a cache that is too small at times: requests, preemptions, aborts, failed steps, resets. Texts, if
+    there are any, are waited for or not."""
+    sources = ("given",) if texts is None else ("given", "samples")
     how = replace(GIVEN, max_draft_tokens=most, always=data.draw(st.booleans()), sources=sources)
     scheduler, model = make(
         num_pages=pages, max_num_seqs=4, max_num_batched_tokens=40, speculation=how, eos_token_ids=[6], follows=True
     )
     pending, requests = [], []
+    scheduler.drafter._texts_pay = lambda _: texts
 
     def turn():
         while len(pending) < 2 and (plan := scheduler.schedule(lookahead=True)):
@@ -154,7 +156,7 @@ def test_a_step_behind_drafts_is_what_it_would_be_if_it_had_waited(apart):
                 row += 3
                 if waited:
                     sequence.tokens += [*answer[: accepted[i]], 999]
-                    chunk.settle(accepted[i])
+                    chunk.accept(accepted[i])
                 plan.chunks.append(chunk)
             kept = Buffers(None, 3, 4, 4, 40, torch.device("cpu"))
             drawn = [t for i, a in zip(accepted, answers) for t in [*a[:i], 999, 998, 997][:3]]
@@ -170,10 +172,10 @@ def test_a_step_behind_drafts_is_what_it_would_be_if_it_had_waited(apart):
 
 
 @pytest.fixture
-def settled(monkeypatch):
+def accepted(monkeypatch):
     """Of each step behind drafts how many of those were right."""
-    found, settle = [], Chunk.settle
-    monkeypatch.setattr(Chunk, "settle", lambda chunk, right: (found.append(right), settle(chunk, right)))
+    found, accept = [], Chunk.accept
+    monkeypatch.setattr(Chunk, "accept", lambda chunk, right: (found.append(right), accept(chunk, right)))
     return found
 
 
@@ -201,7 +203,7 @@ def outcome(completion):
 @pytest.mark.parametrize("most", [1, 5, 8])
 @pytest.mark.parametrize("recorded", [False, True], ids=["call by call", "graphs"])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
-def test_no_byte_is_another(kind, recorded, most, settled, monkeypatch):
+def test_no_byte_is_another(kind, recorded, most, accepted, monkeypatch):
     if recorded:  # padded to sizes of their own, those of few rows to be taken one by one
         monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
         for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
@@ -209,13 +211,16 @@ def test_no_byte_is_another(kind, recorded, most, settled, monkeypatch):
         monkeypatch.setattr("vexact_engine.runner.record._ONE_BY_ONE", 9)
     given, params, without = asked(kind)
     speculation = replace(GIVEN, max_draft_tokens=most)
+    if most == 5:  # drafts of texts are verified too, and not waited for
+        speculation = replace(speculation, sources=("given", "samples"))
+        monkeypatch.setattr("vexact_engine.core.drafts.Drafter._texts_pay", lambda *_: False)
     config = replace(CONFIG, speculation=speculation, max_num_seqs=6, max_num_batched_tokens=40)
     with Engine.from_pretrained(build(kind), config=config) as engine:
         make_late(engine, 0.0005)
         for right in (0.7, 0.0, 1.0):
             done = engine.generate(given, drafted(params, without, right))
             assert list(map(outcome, done)) == list(map(outcome, without))
-        assert len(settled) > 60 and sum(right > 0 for right in settled) > 20
+        assert len(accepted) > 60 and sum(right > 0 for right in accepted) > 20
         check_idle(engine)
 
 
@@ -256,7 +261,7 @@ def fail(*_):
 
 
 @pytest.mark.parametrize("where", ["launch", "wait"])
-def test_a_step_that_fails_takes_the_one_behind_it_along(where, settled, monkeypatch):
+def test_a_step_that_fails_takes_the_one_behind_it_along(where, accepted, monkeypatch):
     """What could not be launched fails in its turn, and what has followed a failed step is nobody's."""
     given, params, without = asked()
     config = replace(CONFIG, speculation=GIVEN)
@@ -278,7 +283,7 @@ def test_a_step_that_fails_takes_the_one_behind_it_along(where, settled, monkeyp
             engine.generate(given, drafted(params, without))
         monkeypatch.undo()
         assert len(runner.buffers._hosts) - len(runner.buffers._free) == (where == "wait")  # its own is lost with it
-        assert bool(settled) == (where == "launch")
+        assert bool(accepted) == (where == "launch")
         done = engine.generate(given, drafted(params, without))
         assert [bits(one) for one in done] == [bits(other) for other in without]
         check_idle(engine)

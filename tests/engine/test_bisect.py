@@ -317,6 +317,17 @@ def test_padding_is_told(model, pad):
     assert (found.module, found.cause.name) == (FIRST, causes.PADDING), found.cause
 
 
+@pytest.mark.parametrize("first", [16, 7])
+def test_heads_of_as_many_numbers_as_there_are_tokens_are_no_scores(model, first):
+    """What the first forward has no rows of stood behind what comes after it, and other ops' values were compared."""
+    drawn = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(3, 160, (n,), generator=drawn).tolist() for n in (first, 40, 33, 30)]
+    found = bisect(stacks.stock(model, batch=1), stacks.stock(model, pad="left"), sequences)
+    assert found.module == "model.layers.0.self_attn" and found.part == "inside"
+    assert "aten._scaled_dot_product" in found.ops_a[-1] and found.max_abs_diff < 2**-6
+    assert found.first and found.elements < 64
+
+
 def test_splits_of_attention_are_told(model):
     long = [[j % 90 + 3 for j in range(150)]]
     found = bisect(stacks.patched(model), stacks.patched(model, kv_segment=64), long)

@@ -120,6 +120,32 @@ def test_a_forward_that_others_set_on_a_module_takes_part(old):
         assert ask(engine) == old and engine.path == "fused"
 
 
+def test_a_hook_on_the_whole_model_that_would_not_run_is_refused(old):
+    model = build("Llama")
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        with model.register_forward_hook(lambda module, args, out: None):  # it only looks
+            assert ask(engine) == old
+        with (
+            model.register_forward_hook(lambda module, args, out: setattr(out, "logits", out.logits * 2)),
+            pytest.raises(vx.patch.UnsupportedModule, match="it changes what the whole model returns"),
+        ):
+            ask(engine)
+        assert ask(engine) == old
+
+
+def test_a_class_that_others_give_a_module_takes_part(old):
+    model = build("Llama")
+    layer = model.model.layers[0]
+    kind = type(layer)
+    twice = type("Twice", (kind,), {"forward": lambda self, *args, **options: kind.forward(self, *args, **options) * 2})
+    with Engine.from_pretrained(model, config=CONFIG) as engine:
+        assert ask(engine) == old
+        layer.__class__ = twice
+        assert ask(engine) != old and engine.path.startswith("patched: its bits are not those")
+        layer.__class__ = kind
+        assert ask(engine) == old and engine.path == "fused"
+
+
 def adapted():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])

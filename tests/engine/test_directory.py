@@ -32,6 +32,11 @@ from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine.weights.load import load
 from vexact_engine.weights.tokenizer import load_tokenizer
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+WINDOWS |= {"layer_types": ["full_attention", "full_attention"]}
+
 # What a hypothesis may do to the tensors, and to the files beside them. Each takes what it changes and a free number.
 
 
@@ -291,6 +296,18 @@ def saved(tmp_path):
     return tmp_path
 
 
+def test_a_rotation_that_is_said_twice_alike(saved):
+    """As files are that releases before 5 of transformers can read too."""
+    edit(saved, rope_parameters={**YARN, "rope_theta": 3e4})
+    expected = outcome(whole, saved)
+    for more in ({"rope_theta": 3e4}, {"rope_theta": 3e4, "rope_scaling": YARN}, {"rope_scaling": {}}):
+        edit(saved, rope_theta=None, rope_scaling=None)
+        edit(saved, **more)
+        assert outcome(whole, saved) == expected
+    edit(saved, rope_theta=3e4, rope_scaling=YARN, rope_parameters=None)
+    assert outcome(whole, saved) == expected
+
+
 def test_a_hypothesis_that_reads_other_tensors_is_noticed(saved):
     """The twin that must fail: a loader that reads the old shards beside the single file."""
     first = outcome(whole, saved)
@@ -355,6 +372,10 @@ def test_a_head_of_its_own_is_not_tied(tmp_path):
         (lambda p: edit(p, num_hidden_layers="many"), r": "),
         (lambda p: edit(p, hidden_act="foo"), r"config.json: hidden_act: got 'foo', which transformers does not know"),
         (lambda p: edit(p, rope_parameters={"type": "su"}), r"json: rope_parameters: (rope_)?type: got 'su', which tr"),
+        (lambda p: edit(p, rope_theta=5e4), r"config.json: rope_theta: got 50000.0 beside rope_par"),
+        (lambda p: edit(p, rope_scaling=YARN), r"json: rope_scaling: .* with another rope_theta, rope_type"),
+        (lambda p: edit(p, text_config={"rope_parameters": {"rope_theta": 1}, "rope_theta": 2}), r"text_config: rope"),
+        (lambda p: edit(p, **WINDOWS), r"config.json: use_sliding_window: got True beside layer_types, which alone is"),
         (lambda p: edit(p, num_hidden_layers=3), r"missing keys: model.layers.2"),
         (lambda p: rewrite(p, lambda s: {k: v for k, v in s.items() if "layers.1" not in k}), r"missing keys"),
         (lambda p: rewrite(p, lambda s: compiled(s, 0)), r"names with '_orig_mod.' of torch.compile: strip that"),
@@ -362,6 +383,9 @@ def test_a_head_of_its_own_is_not_tied(tmp_path):
         (lambda p: rewrite(p, lambda s: {f"base_model.model.{k}": v for k, v in s.items()}), r"'base_model.model.' "),
         (lambda p: rewrite(p, lambda s: scale(s, 0)), r"q_proj.weight_scale: scales or parts of other weights"),
         (lambda p: rewrite(p, lambda s: lora(s, 0)), r"lora_A.weight: scales or parts"),
+        (lambda p: rewrite(p, lambda s: {**s, "model.norm.weight_g": s["model.norm.weight"] * 2}), r"weight_g: scales"),
+        (lambda p: rewrite(p, lambda s: {**s, "x.k_proj.ia3_l.default": s["model.norm.weight"] * 2}), r"ia3_l.default"),
+        (lambda p: rewrite(p, lambda s: {**s, "x.act_scale": s["model.norm.weight"] * 2}), r"x.act_scale: scales or"),
         (lambda p: rewrite(p, lambda s: both_names(s, 0)), r"are both model.norm.weight: which"),
     ],
 )  # fmt: skip

@@ -233,6 +233,27 @@ def test_what_is_right_is_accepted_and_what_is_wrong_is_not():
     assert alone(given_alone)[0] == 40 and alone(None)[0] == 40
 
 
+@pytest.mark.parametrize("most", [1, 4, 12])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_answer_ends_with_the_draw_behind_its_last_token_but_one(most, depth):
+    """The token that ended it is drawn there; a row of its own would be nobody's."""
+    how = Speculation(max_draft_tokens=most, always=True, sources=("given",))
+    scheduler, model = make(speculation=how, max_num_batched_tokens=64, eos_token_ids=[6], follows=True, max_num_seqs=4)
+    seed = next(
+        seed
+        for seed in range(99)
+        if 6 in (right := right_answer([1, 2], derive_seed(seed, 0), 30))[9:] and 6 not in right[:9]
+    )
+    right = right_answer([1, 2], derive_seed(seed, 0), 30)
+    answer = right[: right.index(6) + 1]
+    one = request([1, 2], max_new_tokens=40, seed=seed, draft=[answer])
+    scheduler.add(one)
+    drain(scheduler, model, lookahead=depth > 1)
+    sequence = one.sequences[0]
+    assert sequence.generated == answer and sequence.finish_reason == "stop"
+    assert sequence.accepted <= len(answer) - 2 and (depth > 1 or sequence.drafted == sequence.accepted)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_model_drafts_with_no_plan_ahead_and_where_it_cannot_help_hardly_ever(depth, monkeypatch):
     """With plans ahead it waits until the last token is known. Where it is never right it is asked now and then, of a

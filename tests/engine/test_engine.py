@@ -532,14 +532,13 @@ def test_a_failure_reaches_those_who_wait(engine, monkeypatch):
 def test_new_weights_in_the_middle_of_a_stream():
     """Tokens before are drawn with the old weights, those after with the new ones, and each says with which."""
     other = build("Llama", seed=1).state_dict()
-    params = replace(PARAMS, max_new_tokens=40)
+    params = replace(PARAMS, max_new_tokens=40, prompt_logprobs=True, num_prompt_top_logprobs=2)
 
     async def main(engine, reached):
         news = []
         async for increment in engine.stream(PROMPTS[0], params):
             news.append(increment)
-            if len(news) == 3:
-                assert await asyncio.to_thread(reached.wait, 60)
+            if len(news) == 3 and await asyncio.to_thread(reached.wait, 60):
                 await asyncio.to_thread(engine.update_weights, other, numerics=vx.numerics("cpu"))
         return news[-1].completion
 
@@ -550,6 +549,7 @@ def test_new_weights_in_the_middle_of_a_stream():
         known = mixed.weight_versions.index(1)
         assert mixed.weight_versions == [0] * known + [1] * (40 - known) and 3 <= known < 40
         assert mixed.token_ids[:known] == old.token_ids[:known] and mixed.logprobs[:known] == old.logprobs[:known]
+        assert mixed.prompt_logprobs == old.prompt_logprobs and mixed.prompt_top_logprobs == old.prompt_top_logprobs
         # A draw is a function of seed and position: the rest is what the new weights say to the same text.
         text = PROMPTS[0] + mixed.token_ids[:known]
         rest = engine.generate([text], replace(params, max_new_tokens=40 - known))[0]

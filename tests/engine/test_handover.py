@@ -432,14 +432,14 @@ def test_a_bucket_that_comes_when_its_update_has_been_given_up(sockets, monkeypa
     new, first = other(model), {name: value.clone() for name, value in model.state_dict().items()}
     with handover(model, bucket_bytes=4096) as (engine, _receiver, start, out):
         old, loop, seen = texts(engine), engine._loop, []
-        beside = loop.beside
+        call_here = loop.call_here
 
         def late(function, when=None):
             if when is not None and loop.updating and not seen:
                 seen.append(given_up)
                 given_up.abandon()
                 assert not loop.updating
-            return beside(function, when)
+            return call_here(function, when)
 
         init = WeightUpdate.__init__
 
@@ -450,7 +450,7 @@ def test_a_bucket_that_comes_when_its_update_has_been_given_up(sockets, monkeypa
 
         given_up = None
         monkeypatch.setattr(WeightUpdate, "__init__", note)
-        monkeypatch.setattr(loop, "beside", late)
+        monkeypatch.setattr(loop, "call_here", late)
         result = start()
         with pytest.raises(HandoverFailed):
             out.send(new.state_dict())

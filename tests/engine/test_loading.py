@@ -173,6 +173,22 @@ def test_what_generate_would_take_from_a_file_is_named(saved, caplog):
     load_in_stages(saved, device="cpu")
     assert caplog.text.count("; nothing here does repetition_penalty, suppress_tokens\n") == 1
     assert "suppress_tokens [0, 1, 2" in caplog.text and len(caplog.records[-1].getMessage()) < 400
+    edit(saved, "generation_config.json", dola_layers="high", presence_penalty=1.5)
+    load(saved, device="cpu")
+    assert "nothing here does dola_layers, presence_penalty, repetition_penalty, suppress_tokens\n" in caplog.text
+
+
+def test_a_template_that_is_not_read_is_named(tmp_path, caplog):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(tmp_path)
+    for same in ("{{ messages[0]['content'] }}\n", None, ""):
+        edit(tmp_path, "tokenizer_config.json", chat_template=same)
+        load_tokenizer(tmp_path)
+        assert not caplog.text
+    edit(tmp_path, "tokenizer_config.json", chat_template="another")
+    assert load_tokenizer(tmp_path).chat_template == tokenizer.chat_template
+    assert "chat_template: that of chat_template.jinja is read, as transformers does, and not tok" in caplog.text
 
 
 def test_a_length_that_no_text_has(saved):

@@ -49,7 +49,7 @@ class Pending:
 
 
 class Worker:
-    depth, takes_aside = 2, True
+    depth, takes_in_caller = 2, True
 
     def changed(self):
         return False
@@ -167,7 +167,7 @@ def test_closing_in_a_signal_that_comes_while_a_bucket_is_taken_does_not_wait_fo
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        assert loop.beside(slow, lambda: True) == "taken"
+        assert loop.call_here(slow, lambda: True) == "taken"
     finally:
         signal.signal(signal.SIGALRM, before)
     assert closed and closed[0] < WAIT / 2

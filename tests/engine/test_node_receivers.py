@@ -49,7 +49,7 @@ class Loop:
 class Worker:
     """What coordinator.py asks of a PipelineWorker, of two nodes with a stage each."""
 
-    takes_aside, dead = False, ""
+    takes_in_caller, dead = False, ""
 
     def __init__(self):
         self.models = [build("Qwen3") for _ in NAMES]

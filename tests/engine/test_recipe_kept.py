@@ -131,6 +131,7 @@ def test_a_record_that_was_cut_off_goes_on_where_the_run_does(recorded, chosen):
     assert recorded.read_text() == whole
 
 
+@pytest.mark.process
 def test_a_record_of_another_run_is_not_gone_on_with(recorded, chosen, tmp_path, capsys):
     whole = recorded.read_text()
     more = ["--save", str(tmp_path / "run"), "--resume", "--record", str(recorded)]

@@ -1,5 +1,7 @@
 """However sequences are scheduled they get the same tokens, and no page is lost: proven on a toy model (toy.py)."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -370,3 +372,32 @@ class Everything(RuleBasedStateMachine):
 
 TestEverything = Everything.TestCase
 TestEverything.settings = settings(max_examples=8 * settings.default.max_examples)  # they take 10 ms each
+
+
+def test_what_a_prompt_scores_is_of_one_pass():
+    """A pass that begins anew, with other weights it may be, leaves nothing of the one before; after the first token
+    it changes nothing."""
+    scheduler, model = make(max_num_batched_tokens=4, max_num_seqs=1, enable_prefix_cache=False)
+    one = request(range(10), max_new_tokens=9, prompt_logprobs=True, num_prompt_top_logprobs=1)
+    (sequence,) = one.sequences
+    scheduler.add(one)
+
+    def scored(value):
+        plan = scheduler.schedule()
+        counts = [max(0, min(c.end + 1, 10) - c.start - 1) for c in plan.chunks]
+        tops = [[{0: value}] * count for count in counts]
+        made = replace(model.run(plan), prompt_logprobs=[[value] * n for n in counts])
+        scheduler.commit(plan, replace(made, prompt_top_logprobs=tops))
+        assert [top and top[0] for top in sequence.prompt_top_logprobs] == sequence.prompt_logprobs
+
+    scored(-1.0), scored(-1.0)
+    assert sequence.prompt_logprobs == [None] + [-1.0] * 8 + [None]
+    scheduler.preempt(sequence)
+    scored(-2.0)
+    assert sequence.prompt_logprobs == [None] + [-2.0] * 4 + [None] * 5
+    while not sequence.generated:
+        scored(-2.0)
+    assert sequence.prompt_logprobs == [None] + [-2.0] * 9
+    scheduler.preempt(sequence)
+    scored(-3.0)
+    assert sequence.prompt_logprobs == [None] + [-2.0] * 9

@@ -8,6 +8,7 @@ import random
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import serving
@@ -15,6 +16,7 @@ from engine_models import check_idle, until
 
 from vexact_engine import Increment, SamplingParams
 from vexact_engine.serve import Settings
+from vexact_engine.serve.answers import Answers, Wanted
 from vexact_engine.serve.app import make_app
 from vexact_engine.serve.generation import merged
 
@@ -308,6 +310,16 @@ def test_log_probabilities_of_the_prompt(engine, ask):
         assert choice.logprobs.token_logprobs == expected[2 * at].prompt_logprobs
         (mine,) = (piece.choices[0] for piece in pieces[:-1] if piece.choices[0].index == at)
         assert (mine.text, mine.logprobs, mine.finish_reason) == (choice.text, choice.logprobs, "length")
+
+
+def test_a_drawn_token_has_its_own_number_among_the_likeliest_of_its_text():
+    """Of two tokens of one text, a letter and its byte say, the mapping of texts has room for one."""
+    tokens = SimpleNamespace(token=lambda token: ("o" if token in (5, 7) else str(token), None))
+    answers = Answers(False, "", "", "", [], 1, Wanted(top=2), tokens)
+    for top in ({5: -0.5, 6: -1.0}, {5: -0.5, 7: -2.0}):
+        told = answers._of_text([7, 6], [-2.0, -1.0], [top, top], [0, 1])
+        assert [top[name] for name, top in zip(told["tokens"], told["top_logprobs"])] == told["token_logprobs"]
+        assert told["top_logprobs"][1]["o"] == -0.5
 
 
 def test_the_likeliest_tokens_of_the_prompt(engine, ask):

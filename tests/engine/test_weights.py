@@ -13,6 +13,7 @@ from vexact_engine.weights import fetch, random
 from vexact_engine.weights.load import default_device
 from vexact_engine.weights.load import load as load_somewhere
 from vexact_engine.weights.random import load_random, own_generators
+from vexact_engine.weights.tokenizer import load_tokenizer
 from vexact_engine.weights.update import apply_update, plan_update
 
 load = functools.partial(load_somewhere, device="cpu")
@@ -152,6 +153,75 @@ def test_gguf(tmp_path, capfd):
     assert capfd.readouterr().err == ""  # no bars where there is no terminal
 
 
+def test_gguf_is_read_once(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m.gguf", model)
+    made = []
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        own = getattr(gguf, name)
+        monkeypatch.setattr(gguf, name, lambda *of, own=own, name=name: made.append((name, *of)) or own(*of))
+    for changed in (False, True):
+        before = gguf.GGUFReader, gguf.get_tensor_name_map
+        found = load(tmp_path, dtype="float32")
+        assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
+        assert len(made) == len(set(made)) >= 2  # of a file, and of an architecture's layers
+        assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+        made.clear()
+        if not changed:  # another file of the same name is another one
+            model = build("Llama", torch.float32, vocab_size=261, head_dim=12, seed=1)
+            write_gguf(tmp_path / "m.gguf", model)
+    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:900])
+    with pytest.raises(ValueError):
+        load(tmp_path, dtype="float32")
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+
+
+def test_gguf_of_several_ends(tmp_path):
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m.gguf", model, more=lambda w: (w.add_eot_token_id(7), w.add_eom_token_id(9)))
+    assert load(tmp_path).eos_token_ids == (2, 7, 9)
+
+
+@pytest.mark.parametrize("pre, said", [("gpt-2", False), ("smollm", False), ("qwen2", False), ("of-next-year", True)])
+def test_gguf_of_another_split_of_texts(pre, said, tmp_path, caplog):
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m.gguf", model, more=lambda w: w.add_tokenizer_pre(pre))
+    load(tmp_path)
+    assert (f"passes over tokenizer.ggml.pre {pre!r}" in caplog.text) is said
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gguf_of_several_files(parts, tmp_path):
+    """The second one has the head alone: without it the first is whole, of a model that ties its head."""
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m-00001-of-00002.gguf", model, more=lambda w: w.add_uint16("split.count", parts))
+    if parts == 1:
+        load(tmp_path, tokenizer=False)
+        return
+    with pytest.raises(ValueError, match="one of 2 files of one model"):
+        load(tmp_path, tokenizer=False)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_gguf_of_texts_without_a_space_before_them(adds, tmp_path, caplog):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * 259 + [-1.0, -2.0, -3.0])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 3)
+    writer.add_bos_token_id(1)
+    writer.add_add_space_prefix(adds)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = load_tokenizer(tmp_path / "m.gguf", None)
+    assert found.tokenize("a") == ["\u2581a"]
+    assert ("passes over tokenizer.ggml.add_space_prefix False" in caplog.text) is not adds
+
+
 def test_gguf_with_a_tensor_missing(tmp_path):
     write_gguf(tmp_path / "m.gguf", build("Llama", torch.float32, vocab_size=261, head_dim=12), ["blk.1.ffn_up.weight"])
     with pytest.raises(ValueError, match=r"m.gguf: .* does not fit .*missing keys: model.layers.1.mlp.up_proj.weight"):
@@ -170,6 +240,13 @@ PASSED_OVER = {
     "llama.rope.scaling.type 'yarn'": lambda w: scaled(w, "yarn"),
     "llama.attention.sliding_window 4": lambda w: w.add_sliding_window(4),
     "llama.final_logit_softcapping 30.0": lambda w: w.add_final_logit_softcapping(30.0),
+    "llama.rope.scaling.factor 4.0": lambda w: w.add_rope_scaling_factor(4.0),  # linear, where none is named
+    "llama.rope.scaling.attn_factor 2.0": lambda w: w.add_rope_scaling_attn_factors(2.0),
+    "llama.attention.value_length 6": lambda w: w.add_value_length(6),
+    "llama.attention.temperature_scale 0.5": lambda w: w.add_float32("llama.attention.temperature_scale", 0.5),
+    "llama.use_parallel_residual True": lambda w: w.add_bool("llama.use_parallel_residual", True),
+    "llama.swiglu_clamp_exp [1.0, 7.0]": lambda w: w.add_array("llama.swiglu_clamp_exp", [1.0, 7.0]),
+    "llama.of_next_year 3": lambda w: w.add_uint32("llama.of_next_year", 3),
 }
 
 
@@ -188,6 +265,12 @@ def test_gguf_of_numbers_that_change_nothing(tmp_path):
         writer.add_sliding_window(model.config.max_position_embeddings)
         writer.add_uint32("llama.rope.dimension_count", 12)
         writer.add_logit_scale(1.0)
+        writer.add_value_length(12)
+        writer.add_bool("llama.use_parallel_residual", False)
+        writer.add_array("llama.attention.sliding_window_pattern", [True, False])
+        writer.add_string("llama.tensor_data_layout", "Meta AI original pth")
+        writer.add_expert_count(0)
+        writer.add_expert_used_count(0)
 
     model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
     write_gguf(tmp_path / "m.gguf", model, more=more)
@@ -195,28 +278,49 @@ def test_gguf_of_numbers_that_change_nothing(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
 
 
-def write_gguf_of(path, arch, model, numbers):
-    """A model of another family, without a vocabulary."""
+def write_gguf_of(path, arch, model, numbers, more=None, leave_out=()):
+    """A model of another family, without a vocabulary.
+
+    more        further tensors by their names in the file
+    leave_out   names of those that it lacks
+    """
     gguf = pytest.importorskip("gguf")
     writer, config = gguf.GGUFWriter(str(path), arch), model.config
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     sizes = {"context_length": config.max_position_embeddings, "embedding_length": config.hidden_size}
-    sizes |= {"block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size}
+    sizes |= {"block_count": config.num_hidden_layers, "feed_forward_length": getattr(config, "intermediate_size", 1)}
     sizes |= {"attention.head_count": config.num_attention_heads, "vocab_size": config.vocab_size}
-    for key, value in {**sizes, "attention.head_count_kv": config.num_key_value_heads, **numbers}.items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{key}", value)
+    kinds = {float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}
+    heads = getattr(config, "num_key_value_heads", 1)
+    for key, value in {**sizes, "attention.head_count_kv": heads, **numbers}.items():
+        if value is not None:
+            kinds[type(value)](f"{arch}.{key}", value)
+    tensors = {}
     for name, weight in model.state_dict().items():
         stem, _, suffix = name.rpartition(".")
-        if name != "lm_head.weight" or not config.tie_word_embeddings:
-            writer.add_tensor(f"{names.get_name(stem)}.{suffix}", weight.numpy())
+        if suffix == "gate_up_proj":
+            for part, half in zip(("gate", "up"), weight.chunk(2, 1)):
+                tensors[f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight"] = half
+        elif suffix == "down_proj":
+            tensors[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = weight
+        elif name != "lm_head.weight" or not config.tie_word_embeddings:
+            tensors[f"{names.get_name(stem)}.{suffix}"] = weight
+    for name, weight in {**tensors, **(more or {})}.items():
+        if name not in leave_out:
+            writer.add_tensor(name, np.ascontiguousarray(weight.numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-GEMMA = {"attention.key_length": 8, "attention.sliding_window": 64, "attention.layer_norm_rms_epsilon": 1e-6}
+GEMMA = {
+    "attention.key_length": 8,
+    "rope.freq_base": 1e4,
+    "attention.sliding_window": 64,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+}
 LAYER_NORMS = {"rope.dimension_count": 2, "attention.layer_norm_epsilon": 1e-5}
 FAMILIES_OF_GGUF = {  # of numbers that its table of metadata lacks transformers has defaults alone
     "base": ("stablelm", "StableLm", {**LAYER_NORMS, "rope.freq_base": 1e6}, r"stablelm\.rope\.freq_base 1000000\.0"),
@@ -225,9 +329,14 @@ FAMILIES_OF_GGUF = {  # of numbers that its table of metadata lacks transformers
         r"nemotron\.attention\.layer_norm_epsilon 0\.125",
     ),
     "gemma2": ("gemma2", "Gemma2", GEMMA, r"the scale of attention, 1/sqrt\(8\) of a gemma2 of 2 layers"),
-    "gemma3": ("gemma3", "Gemma3", GEMMA, r"the scale of attention, 1/sqrt\(8\) of a gemma3 of 2 layers"),
+    "gemma3": (
+        "gemma3",
+        "Gemma3",
+        {**GEMMA, "rope.freq_base": 1e6},
+        r"the scale of attention, 1/sqrt\(8\) of a gemma3 of 2 layers",
+    ),
     "gemma3 27B": (  # eight wide heads are what others of its family have
-        *("gemma3", "Gemma3", {**GEMMA, "block_count": 62, "attention.key_length": 256}),
+        *("gemma3", "Gemma3", {**GEMMA, "block_count": 62, "rope.freq_base": 1e6, "attention.key_length": 256}),
         r"the scale of attention, 1/sqrt\(16\) of a gemma3 of 62 layers",
     ),
 }
@@ -257,11 +366,77 @@ def test_gguf_of_numbers_that_transformers_has_defaults_for(what, tmp_path):
 def test_gguf_of_the_numbers_that_are_the_defaults(arch, family, tmp_path):
     sizes, numbers = dict(num_attention_heads=4, num_key_value_heads=4), {**LAYER_NORMS, "rope.freq_base": 1e4}
     if arch != "stablelm":
-        sizes, numbers = {**sizes, "head_dim": 256}, {**GEMMA, "attention.key_length": 256, "rope.freq_base": 1e6}
+        base = 1e6 if arch == "gemma3" else 1e4
+        sizes, numbers = {**sizes, "head_dim": 256}, {**GEMMA, "attention.key_length": 256, "rope.freq_base": base}
     model = small(family, **sizes)
     write_gguf_of(tmp_path / "m.gguf", arch, model, numbers)
     found = load(tmp_path, dtype="float32", tokenizer=False).model.state_dict()
     assert all(torch.equal(found[n], w) for n, w in model.state_dict().items() if "norm" not in n)
+
+
+WIDE = {**GEMMA, "attention.key_length": 256, "rope.freq_base": 1e6}
+OF_GEMMA = {  # by the message what the file says beside those
+    "the lack of gemma3.rope.freq_base": {"rope.freq_base": None},
+    "gemma3.rope.freq_base_swa 5000.0": {"rope.freq_base_swa": 5e3},
+    "gemma3.attention.sliding_window_pattern 2": {"attention.sliding_window_pattern": 2},
+    "the lack of gemma3.attention.sliding_window": {"attention.sliding_window": None},
+    "the lack of gemma3.attention.layer_norm_rms_epsilon": {"attention.layer_norm_rms_epsilon": None},
+    "gemma3.attention.value_length 128": {"attention.value_length": 128},
+    "gemma2.attn_logit_softcapping 0.0": {"attn_logit_softcapping": 0.0, "rope.freq_base": 1e4},
+}
+
+
+@pytest.mark.parametrize("what", OF_GEMMA)
+def test_gguf_of_numbers_beside_gemmas(what, tmp_path):
+    arch = re.search("gemma.", what)[0]
+    model = small(arch.title(), num_attention_heads=4, num_key_value_heads=4, head_dim=256)
+    same = {"rope.freq_base_swa": 1e4, "attention.sliding_window_pattern": 6} if arch == "gemma3" else {}
+    same = {**WIDE, "context_length": 128, "attention.value_length": 256, **same}
+    write_gguf_of(tmp_path / "m.gguf", arch, model, {**same, **OF_GEMMA[what]})
+    with pytest.raises(ValueError, match=rf"passes over {re.escape(what)}: the"):
+        load(tmp_path, tokenizer=False)
+    write_gguf_of(tmp_path / "m.gguf", arch, model, {**same, "rope.freq_base": 1e6 if arch == "gemma3" else 1e4})
+    load(tmp_path, tokenizer=False)
+
+
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "attention.layer_norm_rms_epsilon": 1e-6}
+OF_EXPERTS = {  # by the message what more it says, which further tensor it has, and which it lacks
+    "qwen3moe.expert_gating_func 2": ({"expert_gating_func": 2}, "", ""),
+    "qwen3moe.expert_weights_norm False": ({"expert_weights_norm": False}, "", ""),
+    "qwen3moe.expert_group_count 2": ({"expert_group_count": 2}, "", ""),
+    "the lack of qwen3moe.expert_used_count": ({"expert_used_count": None}, "", ""),
+    "its tensors blk.0.ffn_up_exps.scale": ({}, "blk.0.ffn_up_exps.scale", ""),
+    "its tensors blk.1.exp_probs_b.bias": ({}, "blk.1.exp_probs_b.bias", ""),
+    "the lack of blk.1.ffn_up_exps.weight": ({}, "", "blk.1.ffn_up_exps.weight"),
+    "the lack of blk.0.ffn_gate_exps.weight": ({}, "", "blk.0.ffn_gate_exps.weight"),
+}
+
+
+@pytest.mark.parametrize("what", OF_EXPERTS)
+def test_gguf_of_experts(what, tmp_path):
+    more, tensor, lost = OF_EXPERTS[what]
+    sizes = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2)
+    model = small("Qwen3Moe", moe_intermediate_size=768, **sizes)
+    same = {**EXPERTS, "attention.key_length": 8, "expert_gating_func": 1, "expert_weights_norm": True}
+    write_gguf_of(tmp_path / "m.gguf", "qwen3moe", model, same)
+    found = load(tmp_path, dtype="float32", tokenizer=False).model
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), model.parameters()))
+    tensors = {tensor: torch.ones(4)} if tensor else {}
+    write_gguf_of(tmp_path / "m.gguf", "qwen3moe", model, {**same, **more}, tensors, [lost])
+    with pytest.raises(ValueError, match=rf"passes over {re.escape(what)}: the"):
+        load(tmp_path, tokenizer=False)
+
+
+def test_gguf_of_a_head_that_transformers_ties(tmp_path):
+    model = small("Falcon", num_attention_heads=4, num_hidden_layers=1, hidden_size=32)
+    numbers = {"attention.layer_norm_epsilon": 1e-5, "feed_forward_length": 128}
+    for head in (None, model.lm_head.weight, model.lm_head.weight + 1):
+        more = {} if head is None else {"output.weight": head.detach()}
+        write_gguf_of(tmp_path / "m.gguf", "falcon", model, numbers, more)
+        if head is None or head is model.lm_head.weight:
+            load(tmp_path, tokenizer=False)
+    with pytest.raises(ValueError, match=r"passes over its tensors output\.weight: the"):
+        load(tmp_path, tokenizer=False)
 
 
 def test_gguf_cut_short(tmp_path):

@@ -97,6 +97,7 @@ def silent(monkeypatch):
 def test_a_stranger_stays_outside_and_holds_nobody_up(how, silent, caplog):
     with opened(count=2) as door, contextlib.ExitStack() as stack:
         mine = stack.enter_context(enter(door, 0))
+        until(lambda: (0, "told") not in door._expected)  # or whoever comes after it might be let in as that
         if how == "another secret":
             with pytest.raises(AuthenticationError):
                 call(door.address, b"x" * 32, Caller(1, "told"))

@@ -78,7 +78,7 @@ class ToyModel:
             assert chunk.slack == len(draft)
             self.latest[chunk.slot] = drawn[right]
             if draft:
-                chunk.settle(right)
+                chunk.accept(right)
             chunks.append(chunk)
         return chunks
 

@@ -101,6 +101,29 @@ def test_any_split_of_one_alone_has_trainings_bits(device, backend, dtype, data,
     assert taps[[1, 3]].isnan().all()
 
 
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("width,aligned", [(4, True), (4, False), (3, True)], ids=["4 taps", "4 off a boundary", "3"])
+@pytest.mark.parametrize("lengths", [(1, 1, 1, 1, 1), (3, 0, 0, 1, 1)], ids=["a row each", "unevenly"])
+def test_as_many_rows_as_sequences_on_a_gpu_have_the_bits_of_more(device, backend, dtype, width, aligned, lengths):
+    """Outputs and rings: with another sequence in the call, of two rows, other kernels compute it on a GPU."""
+    draw = torch.Generator().manual_seed(5)
+    x, bias = (torch.randn(*s, generator=draw).to(device, dtype) for s in ((7, 70), (70,)))
+    weight = torch.randn(70 * width + 1, generator=draw).to(device, dtype)
+    weight = weight[: 70 * width].view(70, width) if aligned else weight[1:].view(70, width)
+    held = torch.randn(8, 8, 70, generator=draw).to(device, dtype)
+    slots, before = [4, 7, 0, -1, 3, 2], [64, 2, 0, 5, 1, 2]
+
+    def run(count):
+        taps, rows = held.clone(), [*lengths, 2][:count]
+        lens = [a + b for a, b in zip(before, rows)]
+        step = ints(device, *slots[:count]), ints(device, *lens), offsets(device, rows)
+        y = vx.causal_conv_paged(x[: sum(rows)], weight, bias, taps, *step, backend=backend)
+        return y[:5], taps[[0, 1, 3, 4, 5, 6, 7]]
+
+    assert_bitwise(run(5), run(6))
+
+
 def test_a_call_that_forgets_its_taps_is_caught():
     x = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))

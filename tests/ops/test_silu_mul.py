@@ -209,6 +209,23 @@ def test_a_sigmoid_gate_is_rounded_before_the_product(device, backend, dtype):
 
 @BACKENDS
 @DTYPES
+@pytest.mark.parametrize("heads,width", [(3, 16), (1, 5), (4, 300)])
+def test_a_gpu_reads_a_gate_of_heads_in_wider_rows_where_it_lies(device, backend, dtype, heads, width):
+    """As attention's: every other head's width of a part of a projection. Outputs and gradients are those of a copy."""
+    projection = tricky(7, 2 * heads * width + 8, seed=3, dtype=dtype, device=device)
+    gate = projection[:, 8:].unflatten(1, (heads, 2 * width))[..., width:]
+    x, dy = (tricky(7, heads * width, seed=i, dtype=dtype, device=device).view(gate.shape) for i in (4, 5))
+
+    def run(gate):
+        gate = gate.detach().requires_grad_()
+        y = vx.sigmoid_mul(x, gate, backend=backend)
+        return y.detach(), torch.autograd.grad(y, gate, dy)[0]
+
+    assert_bitwise(run(gate), run(gate.contiguous()))
+
+
+@BACKENDS
+@DTYPES
 @GATES
 def test_sigmoid_mul_accuracy(device, backend, dtype, width):
     draw = torch.Generator().manual_seed(1)

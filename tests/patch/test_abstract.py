@@ -36,7 +36,7 @@ def under(mode, program, *given):
 
 def operations(model, observed):
     """Of the patched model's forward."""
-    seen, caller = [], audit.Caller(model, functools.partial(plan._small_call, vision=model._vexact.vision))
+    seen, caller = [], audit.Caller(model, functools.partial(plan._small_call, patch=model._vexact))
     fakes, _ = audit.fake_copies(caller)
     ids = torch.zeros(2, 3, dtype=torch.int64)
 

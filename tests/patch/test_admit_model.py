@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma2Config, Q
 import vexact_ops as vx
 from vexact_ops._core import admit as policy
 from vexact_ops._core.admit import Candidate, Decision, Verdict
+from vexact_ops.attention.op import ROOM as ATTENTION
 from vexact_ops.patch import admit as module
 from vexact_ops.patch.admit import Heads, Matrix, Mixture, needs_of
 
@@ -202,6 +203,7 @@ def test_bad_arguments(asked):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_reason_is_said():
+def test_without_a_gpu_the_reason_is_said(monkeypatch):
+    monkeypatch.setattr(ATTENTION, "_modules", {})  # another test of this process may have loaded what needs none
     with pytest.raises(vx.BackendUnavailable, match="attention: backend 'cuda'"):
         vx.admit(nn.Linear(8, 8))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import devices
 from families import alone, family, pack, pad, sequences, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
@@ -111,3 +112,96 @@ def test_scores_instead_of_logits(name, device, dtype):
         torch.testing.assert_close(entropy, -(every.exp() * every).sum(-1)[rows], rtol=1e-5, atol=1e-5)
         with pytest.raises(TypeError, match=r"vexact_score: got Tensor, expected a vexact_ops\.patch\.Score"):
             model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=target)
+
+
+def test_positions_that_no_engine_has_are_refused():
+    """They would be computed with: log-probabilities that differ from the engine's in their last bits, and no error."""
+    model, seqs = tiny("llama"), sequences((3, 4, 5))
+    (ids, cu, positions), (padded, mask) = pack(seqs), pad(seqs, "left")
+    every = torch.arange(ids.shape[1])[None]
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids, cu_seqlens=cu)
+        assert_bitwise(handle.logprobs(ids, cu_seqlens=cu, position_ids=positions), expected)
+        counted = (mask.cumsum(1) - 1).clamp(min=0)
+        rows = handle.logprobs(padded, attention_mask=mask, position_ids=counted)[mask.bool()]
+        assert_bitwise(rows, expected[0])
+        filled = torch.cat((ids, torch.zeros(1, 3, dtype=ids.dtype)), 1)
+        zeros = torch.cat((positions, torch.zeros(1, 3, dtype=ids.dtype)), 1)
+        ends = torch.cat((cu, cu[-1:] + 3))
+        assert_bitwise(handle.logprobs(filled, cu_seqlens=ends, position_ids=zeros)[:, :-3], expected)
+        for others in (every, positions + 1):
+            with pytest.raises(ValueError, match="position_ids: got others than 0, 1, 2"):
+                handle.logprobs(ids, cu_seqlens=cu, position_ids=others)
+        for fewer in (cu[[0, 2, 3]], torch.cat((cu[:1], cu[:1] + 2, cu[1:]))):
+            with pytest.raises(ValueError, match="position_ids: got others than 0, 1, 2"):
+                handle.logprobs(ids, cu_seqlens=fewer, position_ids=positions)
+        with pytest.raises(ValueError, match="position_ids: got a sequence that begins at 1, expected 0"):
+            handle.logprobs(ids, position_ids=positions + 1)
+        with pytest.raises(ValueError, match="position_ids: got a sequence that begins at 2, expected 0"):
+            handle.logprobs(padded, attention_mask=mask, position_ids=torch.arange(5).expand(3, 5))
+
+
+class _Reads(TorchDispatchMode):
+    """What is done, in its order: an answer that the host reads, or a forward's op."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            self.done.append("read")
+        elif func.namespace.startswith("vexact"):
+            self.done.append("op")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("axes", [None, 3], ids=["one axis", "three axes"])
+def test_positions_are_read_once_the_device_has_the_forward(axes):
+    """A GPU would have nothing to do while the host waits for its answer."""
+    model = tiny("llama")
+    ids, cu, positions = pack(sequences((3, 4, 5)))
+    positions = positions if axes is None else positions.expand(axes, *positions.shape)
+    with vx.patch.hf(model) as handle:
+        with _Reads() as seen:
+            handle.logprobs(ids, cu_seqlens=cu, position_ids=positions)
+        assert seen.done.count("op") > 2 and "read" in seen.done
+        assert "op" not in seen.done[seen.done.index("read") :]
+        with pytest.raises(ValueError, match="position_ids: got others than 0, 1, 2"):
+            handle.logprobs(ids, cu_seqlens=cu, position_ids=positions + 1)
+        if axes:
+            with pytest.raises(ValueError, match="position_ids: got other positions on one axis than on another"):
+                handle.logprobs(ids, cu_seqlens=cu, position_ids=torch.cat((positions[:2], positions[:1] + 1)))
+
+
+@pytest.mark.parametrize("device,dtype", [pytest.param("cuda", torch.bfloat16, marks=pytest.mark.cuda)])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
+def test_positions_on_a_gpu_are_not_waited_for(device, dtype):
+    model = tiny("llama", dtype, device=device)
+    ids, cu, positions = pack(sequences((3, 4, 5), device=device))
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids, cu_seqlens=cu)  # compiles and verifies kernels, which wait
+        with pytest.raises(ValueError, match="position_ids: got others than 0, 1, 2"):
+            handle.logprobs(ids, cu_seqlens=cu.cpu(), position_ids=positions + 1)
+        here = cu.cpu()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = handle.logprobs(ids, cu_seqlens=here, position_ids=positions)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_bitwise(got, expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_mask_of_other_numbers_is_refused(side):
+    """What is added to scores has 0 at tokens; and numbers that count the sequences of a row would make one of them."""
+    model = tiny("llama")
+    ids, mask = pad(sequences((3, 5)), side)
+    added = torch.where(mask.bool(), 0.0, torch.finfo(torch.float32).min)
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids, attention_mask=mask)
+        for dtype in (torch.bool, torch.uint8, torch.bfloat16):
+            assert_bitwise(handle.logprobs(ids, attention_mask=mask.to(dtype)), expected)
+        for other in (added, mask * torch.tensor([[1], [2]]), -mask, mask * float("nan")):
+            with pytest.raises(ValueError, match="attention_mask: got numbers besides 0 and 1"):
+                handle.logprobs(ids, attention_mask=other)

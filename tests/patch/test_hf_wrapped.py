@@ -98,6 +98,28 @@ def test_fully_shard_has_the_same_bits(name, device, dtype):
                 assert_bitwise(list(grads.values()), list(expected.values()), "gradients")
 
 
+def test_a_hook_on_a_sharded_model_only_looks():
+    model, ids = tiny("llama"), sequences((5,))[0]
+    with vx.patch.hf(model) as handle, world("cpu") as mesh:
+        expected = handle.logprobs(ids)
+        shard(model, mesh)
+        with model.register_forward_hook(lambda module, args, out: None):
+            assert_bitwise(handle.logprobs(ids), expected)
+            values, grads = trained_sharded(model, handle, "cpu")
+        again = trained_sharded(model, handle, "cpu")
+        assert_bitwise([values, *grads.values()], [again[0], *again[1].values()])
+        with (
+            model.register_forward_hook(lambda module, args, out: getattr(out, "logits", None)),
+            pytest.raises(RuntimeError, match="a hook on the whole model asks for logits of what it returns"),
+        ):
+            handle.logprobs(ids)
+        with (
+            model.register_forward_hook(lambda module, args, out: tuple(x * 2 for x in out)),
+            pytest.raises(RuntimeError, match="a hook on the whole model changes what it returns"),
+        ):
+            handle.logprobs(ids)
+
+
 @BF16
 def test_fp32_weights_under_mixed_precision_are_the_engine_s_own(device, dtype):
     """A trainer keeps fp32 weights and computes in bf16: it sees what an engine with the rounded weights sees."""

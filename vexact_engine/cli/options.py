@@ -21,8 +21,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint} ({self.prog} --help has every option)\n")
 
 
-def command(commands, name, run, text, examples=()):
-    """A command's parser. Names of options are taken in full alone: one that is added breaks no call."""
+def command(commands, name, run, text, examples=(), debug=""):
+    """A command's parser. Names of options are taken in full alone: one that is added breaks no call.
+
+    debug   what else --debug does
+    """
     parser = commands.add_parser(
         name,
         help=text,
@@ -32,7 +35,8 @@ def command(commands, name, run, text, examples=()):
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--debug", action="store_true", help="a traceback instead of one line where something fails")
+    text = f"a traceback instead of one line where something fails{debug}"
+    parser.add_argument("--debug", action="store_true", help=text)
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     return parser
 

@@ -2,11 +2,16 @@
 
 import argparse
 import json
+import logging
 import os
 import sys
+import time
 from dataclasses import fields
 
+from ..core import garbage
 from . import options
+
+_ROLLOUT = "vexact_engine.recipes.rollout"
 
 
 def add_recipe(commands) -> None:
@@ -21,7 +26,8 @@ def add_recipe(commands) -> None:
         "vexact recipe grpo --replicas 2 --verify-against run.jsonl",
         "vexact recipe report run.jsonl --plot run.svg",
     )
-    recipe = options.command(commands, "recipe", run_recipe, text, examples)
+    debug = "; on standard error also what the first step waits for"
+    recipe = options.command(commands, "recipe", run_recipe, text, examples, debug)
     recipe.add_argument(
         "recipe", choices=("grpo", "report"), metavar="RECIPE",
         help="grpo: rewards from a program, no critic; report: what records show, of runs that were cut off too",
@@ -148,22 +154,39 @@ def _report(args) -> int:
 
 
 def _grpo(args) -> int:
+    begun = time.perf_counter()
     if args.records:
         raise ValueError(f"RECORD: got {args.records[0]}, expected none after grpo")
     options.check_writable(args.json, args.plot, args.record)
     options.expect_with(args, bool(args.save), "--save", "--save-every", "--keep", "--resume")
-    from ..proof.compare import LogprobsDiffer
-    from ..proof.machine import environment, made_by
-    from ..recipes import record, report
-    from ..recipes.checkpoint import Saving
-    from ..recipes.grpo import ALIGNED
-    from ..recipes.launch import launch, placed
-    from ..recipes.options import Options
+    # Of one trainer it is known by now that engines are wanted: they import while this process does.
+    alone = args.ranks == 1 and "WORLD_SIZE" not in os.environ and {*args.sides} != {"generate"}
+    from ..parallel.prestart import prestarted
 
+    with prestarted(f"{_ROLLOUT}:engine", args.replicas * alone, f"{_ROLLOUT}:import_ahead", args.device):
+        return _train(args, begun, alone)
+
+
+def _train(args, begun: float, alone: bool) -> int:
+    with garbage.left():
+        from ..proof.compare import LogprobsDiffer
+        from ..proof.machine import environment, made_by
+        from ..recipes import record, report
+        from ..recipes.checkpoint import Saving
+        from ..recipes.grpo import ALIGNED
+        from ..recipes.launch import launch, placed
+        from ..recipes.options import Options
+        from ..recipes.rollout import import_ahead, log_start
+
+    device = options.device(args.device)
+    if args.debug:
+        log_start("trainer")
     given = {field.name: getattr(args, field.name) for field in fields(Options)}
-    given |= {"device": str(options.device(args.device)), "task_options": args.task_options or {}}
+    given |= {"device": str(device), "task_options": args.task_options or {}}
     chosen = placed(Options(**given))
     chosen.check_model()
+    if alone:
+        import_ahead(args.device)
     saving = Saving(args.save, args.save_every, args.keep, args.resume) if args.save else None
     sides = ["aligned", "stock"] if args.unaligned else args.sides
     against = record.Against(args.verify_against, chosen) if args.verify_against else None
@@ -171,13 +194,13 @@ def _grpo(args) -> int:
         chosen.check_same(record.read(args.record).options, f"{args.record}, which this run goes on with,")
     out, recorder, ends = report.lines(sys.stdout), None, {}
     with options.progress(args, lines=False) as progress:
-        begun = False
+        heard = False
 
         def show(kind: str, *values) -> None:
-            nonlocal begun, recorder
-            if not begun:  # of several processes under torchrun the first alone is heard
+            nonlocal heard, recorder
+            if not heard:  # of several processes under torchrun the first alone is heard
                 out(report.heading(chosen.to_json()))
-                begun = True
+                heard = True
                 if args.record:
                     about = {"options": chosen.to_json(), "environment": environment(chosen.device)}
                     resumed = {side: saving.newest(side) for side in sides} if args.resume else None
@@ -186,6 +209,8 @@ def _grpo(args) -> int:
                 progress(*values)
             elif kind == "step":
                 out(report.line(*values, chosen.steps))
+            elif kind == "start" and args.debug:
+                logging.getLogger(__name__).info("%s", report.start(*values))
             elif kind == "end":
                 side, ends[side] = values
             for seen in filter(None, (recorder, against)):
@@ -193,11 +218,11 @@ def _grpo(args) -> int:
 
         try:
             watch = bool(args.record or args.verify_against)
-            runs = launch(chosen, sides=sides, report=show, saving=saving, watch=watch)
+            runs = launch(chosen, sides=sides, report=show, saving=saving, watch=watch, begun=begun)
         except (record.RunDiffers, LogprobsDiffer) as error:
             out(str(error))
             return 1
-    if not begun:
+    if not heard:
         return 0
     for side, run in runs.items():
         out(report.verdict(side, run))

@@ -37,17 +37,19 @@ class Verifying:
                 plan.drafted += count
         self.stats.drafted_tokens += plan.drafted
         self._stamp(plan, lookahead)
+        self.drafter.note_planned(plan.planned)
 
     def _lengthen(self, chunk, count):
         """Take pages for so many tokens behind a decode, where that leaves one to each other sequence. Returns for how
         many there are some."""
         pages, size, behind = chunk.pages, self.pool.page_size, chunk.end + chunk.slack
-        while len(pages) * size < behind + count and self.pool.num_available > len(self.running):
-            pages.append(self.pool.allocate())
         end = len(pages) * size
+        while end < behind + count and self.pool.num_available > len(self.running):
+            pages.append(self.pool.allocate())
+            end += size
         if self.windows is not None:
             end = min(end, self.windows.room(chunk.sequence))
-        return max(0, min(count, end - behind))
+        return count if behind + count <= end else max(0, end - behind)
 
     def _room(self, chunk):
         """Tokens that may be drafted behind a decode: a drawn one follows the last. Rows that were appended to a state
@@ -55,15 +57,9 @@ class Verifying:
         if chunk.save is not None:
             return 0
         room = chunk.sequence.limit - chunk.end - 1
-        if chunk.slack:  # rows behind the last token are nobody's, and have places all the same
-            room = max(0, min(room, self._longest - chunk.end - chunk.slack))
+        if chunk.slack and room > (places := self._longest - chunk.end - chunk.slack):
+            room = max(0, places)  # rows behind the last token are nobody's, and have places all the same
         return room if self._chunk is None else min(room, self._chunk - 1 - chunk.end % self._chunk)
-
-    @property
-    def _longest(self):
-        """Tokens that any sequence may have places for."""
-        capacity = self.config.num_pages * self.config.page_size
-        return min(capacity, self.config.max_model_len or capacity)
 
     def _behind(self, lookahead):
         """A plan of those whose drafts are being verified, or an empty one."""
@@ -89,22 +85,23 @@ class Verifying:
     def _decodes_behind(self, last):
         """The chunk before each and the chunk: of all that run, but those that end with what they draw there. None
         where somebody has something else to do, or there is no page for somebody."""
-        found, running, behind = [], 0, 0
+        found, running, behind, size = [], 0, 0, self.pool.page_size
         for at, chunk in enumerate(last.chunks):
-            sequence, row, behind = chunk.sequence, behind, behind + chunk.length
+            sequence, draft, row, behind = chunk.sequence, chunk.draft, behind, behind + chunk.end - chunk.start
             if sequence.state is not State.RUNNING or sequence.epoch != chunk.epoch:
                 continue
-            running, slack = running + 1, len(chunk.draft)
+            running, slack = running + 1, len(draft)
             start = chunk.end - slack
             if start + 1 >= sequence.limit:
                 continue
             one = Chunk(sequence, start, start + 1, True, chunk.pages, chunk.epoch, chunk.slot, slack=slack)
-            one.behind = row, chunk.draft
-            if one.end + slack > self._longest:
+            one.behind = row, draft
+            if start + 1 + slack > self._longest:
                 return []
-            self._lengthen(one, 0)
-            if one.end + slack > len(one.pages) * self.pool.page_size:
-                return []
+            if start + 1 + slack > len(chunk.pages) * size:
+                self._lengthen(one, 0)
+                if start + 1 + slack > len(chunk.pages) * size:
+                    return []
             found.append((at, one))
         return found if running == len(self.running) else []
 
@@ -116,7 +113,7 @@ class Verifying:
         sequence.accepted += count
         self.stats.accepted_tokens += count
         if chunk.later is not None:
-            chunk.later.settle(count)
+            chunk.later.accept(count)
         if sequence.epoch == chunk.epoch:
             sequence.num_planned = end if chunk.later is None else chunk.later.end
         return end

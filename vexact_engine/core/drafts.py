@@ -12,6 +12,8 @@ How much is drafted is decided for the sequences of a step together, by what ste
 drafts were right.
 """
 
+import bisect
+import functools
 import itertools
 import operator
 from collections import OrderedDict
@@ -19,7 +21,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..config import Speculation
+from ..config import MAX_DRAFT_TOKENS, Speculation
 from ..request import Request, Sequence
 from .answers import Answers
 from .chains import Chains, DraftModel, Reach
@@ -30,7 +32,8 @@ from .suffixes import NOTHING, ROOT, Match, Suffixes
 if TYPE_CHECKING:
     from .plan import Chunk, StepPlan
 
-_INDEXED = 128  # tokens that are added to automata in one step, at most: a millisecond or two
+_INDEXED = 128  # tokens that are added to automata in one step, at most: a millisecond or two ...
+_A_TOKEN = 1e-5  # ... at so many seconds each
 _MOST_STATES = 1 << 20  # of all automata together, some 50 bytes each; a token that texts hold counts as one too
 _OF_A_PROMPT = 64  # ... and as so many whatever else is kept of a prompt
 _LOOKS = 16  # prompts that are looked at for each that begins: how large all are together
@@ -40,10 +43,15 @@ _MOST_ANSWERS = 16  # to a prompt with other seeds that are looked at, the newes
 _SHORTEST = 2  # tokens that must have stood before
 _LIKELY = {"answer": 0.8, "text": 0.5, "model": 0.6}  # how often drafts are right that nothing is known of yet
 _FADE, _ALL_FADE = 0.9, 0.98  # how much of what one sequence knows, or all do, is left after a draft
-_ALL_WEIGHT, _LIKELY_WEIGHT = 16, 2  # tokens that count as much as what all know, and as what is likely ...
+_ALL_WEIGHT, _LIKELY_WEIGHT = 48, 2  # tokens that count as much as what all know, and as what is likely ...
 _REST_WEIGHT = 8  # ... the first of these where a sequence is to rest
-_EVEN = 0.3  # share of its chance that a draft may count more, or less, for what its sequence has left ...
-_EVEN_TOKENS = 32  # ... which is what that is more, or less, than others have, divided by so many tokens
+_LEFT = 0.5  # of the steps that the one furthest from its end has left, what others are taken to have at least
+_ANYONE = 0.4  # how likely it is that in the end another one is the last than who is furthest from its end now
+_ALL_SAME = 0.6  # of the tokens that rows give, what they are worth even if nothing ends sooner for that one
+_LAUNCHED = 1.5  # times what the host takes until a plan is made is what it takes until that is launched, about
+_LOOKED = 8, 128  # steps in which texts are passed over as worth too little: twice as many each time
+_WEIGHT = 8  # steps, of which one is what a new one counts as
+_PARTS = 128  # of 1, that chances are whole numbers of
 _SELDOM = 0.1  # where drafts are likely to be right no more often, and the last was not, the sequence rests ...
 _LONGEST_REST = 64  # ... for twice as many steps as before, up to so many
 _SEQUENCES_A_STEP = 8  # of a step where nothing was worth it: so many times fewer steps are not looked at next
@@ -79,17 +87,25 @@ class Texts:
         self.held += len(tokens)
         return _Cursor(len(self._texts) - 1, tokens, 0)
 
+    def leave(self, cursor: _Cursor, drawn: int) -> None:
+        """Its text grows no more, with so many tokens. What was not added of it is, as time allows."""
+        self.held += drawn
+        if cursor.end < len(cursor.tokens):
+            self._missing.insert(0, cursor)
+
     def advance(self, cursor: _Cursor, most: int) -> int:
-        """Add what is missing of a text, behind the prompt and the answers that were there at the beginning. Returns
-        how many of `most` tokens are left; where there are none, that may not be all."""
+        """Add what is missing of a text, behind the prompt, and then of others that were there at the beginning, or do
+        not grow any more. Returns how many of `most` tokens are left; where there are none, that may not be all."""
         if len(self.suffixes) > _MOST_STATES:
             return most
         most = self._advance(self._prompt, most)
+        if most:
+            most = self._advance(cursor, most)
         while most and self._missing:
             most = self._advance(self._missing[-1], most)
             if self._missing[-1].end == len(self._missing[-1].tokens):
                 self._missing.pop()
-        return self._advance(cursor, most) if most else 0
+        return most
 
     def _advance(self, cursor: _Cursor, most: int) -> int:
         if not cursor.end:  # and no text begins with anything else
@@ -116,18 +132,29 @@ class _Answer:
     __slots__ = ("run", "tokens")
 
     def __init__(self, tokens: Tokens[int]):
-        self.tokens, self.run = tokens, _TRUSTED
+        self.tokens, self.run = tuple(tokens), _TRUSTED
+
+    def compare(self, drawn: tuple[int, ...], place: int) -> None:
+        """These were drawn, from this place on."""
+        own = self.tokens[place : place + len(drawn)]
+        if own == drawn:
+            self.run += len(drawn)
+        else:
+            for at, token in enumerate(drawn):
+                self.run = self.run + 1 if at < len(own) and own[at] == token else 0
 
 
 class Draft(NamedTuple):
     """
     chance   that the first token is right, and each that follows a right one
+    left     tokens until its sequence ends, as far as that is known
     slack    of the tokens as many as may be passed over: what remains is the draft
     """
 
-    tokens: Tokens[int]
+    tokens: tuple[int, ...]
     kind: tuple[str, int]
     chance: float
+    left: int
     slack: int = 0
 
     @property
@@ -148,18 +175,60 @@ class Follower:
         self.reach = Reach()
 
 
-def _left(chunk: "Chunk") -> int:
-    """Tokens that its sequence may still get."""
-    return chunk.sequence.limit - chunk.end
+@functools.cache
+def _outlook(chance: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of a chance in _PARTS: that the first row is right, that the first two are, ..; and the tokens of a step with no
+    row, with one, .."""
+    powers = (*itertools.accumulate(itertools.repeat(chance / _PARTS, MAX_DRAFT_TOKENS), operator.mul),)
+    return powers, (*itertools.accumulate(powers, initial=1.0),)
 
 
-def _evened(found: list[tuple["Chunk", Draft]]) -> list[float]:
-    """Chances of drafts, a little more for who has more left than others: a step of who is left alone at the end takes
-    hardly less time than one of all."""
-    left = [_left(chunk) for chunk, _ in found]
-    mean = sum(left) / len(left)
-    shares = (min(_EVEN, max(-_EVEN, (own - mean) / _EVEN_TOKENS)) for own in left)
-    return [min(0.99, draft.chance * (1 + share)) for (_, draft), share in zip(found, shares)]
+class _Rows:
+    """Rows of some drafts in the order in which they are chosen, `most` of them, the first of each draft first.
+
+    ranks    of each draft's rows, ascending: those of a low rank are chosen first
+    right    what the first, the first two, .. of these are worth in tokens
+    chances  that each is right, with all before it in its draft; in any order
+    """
+
+    def __init__(self, drafts: Tokens[Draft], most: int, together: bool):
+        """together   fewest steps until all are through, however much each has left: a step of who is left alone at the
+        end takes hardly less time than one of all. So each row is for whoever has most steps left. Where that one has
+        all that it can use, others' rows make nothing end sooner, by what is known now. But what is right is luck, and
+        steps that are left scatter by about the root of their number: one of those ahead may be the last in the end,
+        and is if it is given few rows for long. So a part of what rows are worth, _ANYONE, is the tokens that they
+        give, whoever has them. Where drafts of the one furthest behind are few, or seldom right, it is most of these
+        tokens. Else most tokens of a step"""
+        outlooks = [(*_outlook(round(_PARTS * draft.chance)), draft.length) for draft in drafts]
+        self.chances = [*itertools.chain.from_iterable(powers[:length] for powers, _, length in outlooks)]
+        if not together:
+            self.ranks = [[-chance for chance in powers[:n]] for powers, _, n in outlooks]
+            self.order = sorted(itertools.chain.from_iterable(self.ranks))
+            self.right = [*itertools.accumulate(-rank for rank in self.order[:most])]
+            return
+        count, total = len(drafts), len(self.chances)
+        fewest = [draft.left / reach[n] for draft, (_, reach, n) in zip(drafts, outlooks)]  # steps, with all its rows
+        least = max(fewest)
+        lowest = _LEFT * least
+        left = [d.left if own > lowest else d.left * lowest / own for d, own in zip(drafts, fewest)]
+        worth = max(left) * count
+        self.ranks = [[-own / tokens for tokens in reach[:n]] for own, (_, reach, n) in zip(left, outlooks)]
+        self.order = sorted(itertools.chain.from_iterable(self.ranks))
+        # The steps of whoever has most left then: of the next row, until a draft is at its end.
+        steps = self.order[1 : min(most + 1, bisect.bisect(self.order, -least))]
+        right = [-worth / own - count for own in steps]
+        right += [worth / least - count] * (min(most, total) - len(right))
+        likeliest = itertools.accumulate(sorted(self.chances, reverse=True)[:most])
+        part, anyone, floor = 1 - _ANYONE, _ANYONE, (1 - _ANYONE) * _ALL_SAME + _ANYONE
+        self.right = [
+            part * own + anyone * tokens if own > _ALL_SAME * tokens else floor * tokens
+            for own, tokens in zip(right, likeliest)
+        ]
+
+    def first(self, count: int) -> list[int]:
+        """How many of each draft are among so many. Of those of one rank there may be more."""
+        last = self.order[count - 1]
+        return [bisect.bisect_right(own, last) for own in self.ranks]
 
 
 class Drafter:
@@ -186,14 +255,20 @@ class Drafter:
         self._sources = frozenset(speculation.sources)
         self.answers = Answers(speculation.answer_tokens, vocab_size) if "answers" in self._sources else None
         self._texts: OrderedDict[tuple[int, ...], Texts] = OrderedDict()  # by prompt, the one used longest ago first
-        self._rates: dict[tuple[str, int], list[float]] = {}  # by kind how many were right lately, and how many in all
+        self._counts: dict[tuple[str, int], tuple[float, float]] = {}  # by kind how many were right lately, and in all
+        self._rates: dict[tuple[str, int], float] = {}  # what follows from these
         self._full, self._begun = False, 0
         self._skipped = self._fruitless = 0  # steps that are not looked at, for in others nothing was worth it
-        self._committed = 0.0
+        self._committed = self._busy = 0.0  # when the last step was; the same, unless requests have come since
+        self._host = 0.0  # seconds from there until a plan is made
+        self._texts_share: float | None = None  # tokens that texts are likely to give, beside all others of a step
+        self._missed = False  # whether a plan is made that texts might have something for, were they looked at
+        self._passed, self._looked = 0, _LOOKED[0]  # steps in which they were passed over, and in how many they may be
 
     # Sequences come and go
 
     def begin(self, request: Request) -> None:
+        self._busy = 0.0  # the host may have had nothing to do until now
         prompt, given = request.prompt_ids, request.params.draft if "given" in self._sources else ()
         kept = {} if self.answers is None else self.answers.of(prompt)
         shared = None
@@ -220,7 +295,7 @@ class Drafter:
         follower, sequence.drafts = sequence.drafts, None
         if follower is not None and follower.texts is not None:
             follower.texts.users -= 1
-            follower.texts.held += len(sequence.tokens) - sequence.num_prompt
+            follower.texts.leave(follower.cursor, len(sequence.tokens) - sequence.num_prompt)
         if self.answers is not None and reason in ("stop", "length"):
             self.answers.put(sequence.request.prompt_ids, sequence.seed, sequence.generated)
 
@@ -248,10 +323,40 @@ class Drafter:
         return self._chains is not None and bool(self._chains.held[0])
 
     def may_follow(self, chunks: Tokens["Chunk"]) -> bool:
-        """Whether drafts behind those of these chunks can be found before it is known how much of them is right. Of an
-        answer they can, for it is followed at its place; what texts have behind the last token, and what a model makes
-        of it, waits for that. So does an answer that is right less often than another text may be."""
-        return self._chains is None and all(map(self._is_followed, chunks))
+        """Whether drafts behind those of these chunks are to be found before it is known how much of them is right. Of
+        an answer they can, for it is followed at its place; what texts have behind the last token, and what a model
+        makes of it, waits for that. So does an answer that is right less often than another text may be, if texts are
+        worth the time in which the device waits for the host."""
+        if self._chains is not None:
+            return False
+        self._missed = not all(map(self._is_followed, chunks))
+        return not self._missed or not self._texts_pay(len(chunks))
+
+    def _texts_pay(self, sequences: int) -> bool:
+        step = self.pace.seconds(sequences, 0)
+        if step and self._texts_share is not None and self._texts_share * step < _LAUNCHED * self._host:
+            if self._passed < self._looked:
+                self._passed += 1
+                return False
+            self._passed, self._looked = 0, min(2 * self._looked, _LOOKED[1])
+        else:
+            self._looked = _LOOKED[0]
+        return True
+
+    def note_planned(self, now: float) -> None:
+        """A plan is made: the host has worked on it since the last commit."""
+        if self._busy:
+            took = now - self._busy
+            self._host = took if not self._host else self._host + (min(took, 2 * self._host) - self._host) / _WEIGHT
+
+    def _note_texts(self, sequences: int, planned: list[tuple]) -> None:
+        """What texts are likely to give of a step's tokens."""
+        given = {"text": 0.0, "answer": 0.0}
+        for chunk, tokens, chance in planned:
+            given[chunk.kind[0]] += _outlook(round(_PARTS * chance))[1][len(tokens)] - 1
+        share = given["text"] / (sequences + given["answer"])
+        before = share if self._texts_share is None else self._texts_share
+        self._texts_share = before + (share - before) / _WEIGHT
 
     def _is_followed(self, chunk: "Chunk") -> bool:
         follower = chunk.sequence.drafts
@@ -302,12 +407,20 @@ class Drafter:
         if not self.speculation.always and not self.pace.seconds(len(chunks), 0):
             return []  # nothing is worth it before it is known what single tokens take: soon
         planned = self._worth(self._found(chunks, room), len(chunks), budget, even) if budget else []
+        if not any(chunk.slack for chunk in chunks):
+            self._note_texts(len(chunks), planned)
         self._fruitless = 0 if planned else min(2 * self._fruitless + 1, len(chunks) // _SEQUENCES_A_STEP)
         self._skipped = self._fruitless
         return planned
 
     def _found(self, chunks: Tokens["Chunk"], room: Callable[["Chunk"], int]) -> list[tuple["Chunk", Draft]]:
+        follows = any(chunk.slack for chunk in chunks)
         most, left = self.speculation.max_draft_tokens, 0 if self._full else _INDEXED
+        if follows and not self._missed:
+            left = 0
+        elif follows and left:  # the host has as long as the device, half of which may go into this
+            spare = (self.pace.seconds(len(chunks), 0) or 0.0) / 2 - _LAUNCHED * self._host
+            left = max(_INDEXED // 16, min(left, int(spare / _A_TOKEN)))
         found = []
         for chunk in chunks:
             follower = chunk.sequence.drafts
@@ -322,27 +435,24 @@ class Drafter:
         return found
 
     def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int, even: bool) -> list[tuple]:
-        """As much of them as makes tokens per second more: tokens of each, with those that may be passed over, and how
-        likely one is right."""
+        """As much of them as is worth it: tokens of each, with those that may be passed over, and how likely one is
+        right."""
         if not found:
             return []
-        counts = [draft.length for _, draft in found]
+        drafts = [draft for _, draft in found]
+        counts = [draft.length for draft in drafts]
         if not self.speculation.always:
-            own = _evened(found) if even else [draft.chance for _, draft in found]
-            each = [[chance] * draft.length for (_, draft), chance in zip(found, own)]
-            each = [list(itertools.accumulate(row, operator.mul)) for row in each]
-            chances = sorted(itertools.chain.from_iterable(each), reverse=True)[:budget]
-            chosen = self.pace.worth(sequences, chances)
-            if not chosen:
+            rows = _Rows(drafts, budget, even)
+            if not (budget := self.pace.worth(sequences, rows.chances, rows.right)):
                 return []
-            least = chances[chosen - 1]
-            budget, counts = chosen, [sum(chance >= least for chance in row) for row in each]
+            counts = rows.first(budget)
         planned = []
-        for (chunk, draft), count in sorted(zip(found, counts), key=lambda each: -_left(each[0][0])):
-            if count := min(count, budget):
+        for at in sorted(range(len(found)), key=lambda at: -drafts[at].left):
+            if count := min(counts[at], budget):
                 budget -= count
+                chunk, draft = found[at]
                 chunk.kind = draft.kind
-                planned.append((chunk, tuple(draft.tokens[: draft.slack + count]), draft.chance))
+                planned.append((chunk, draft.tokens[: draft.slack + count], draft.chance))
         return planned
 
     def _draft(self, chunk: "Chunk", follower: Follower, count: int, left: int) -> tuple[Draft | None, int]:
@@ -350,33 +460,42 @@ class Drafter:
         these, behind any end that it may have."""
         sequence, tokens, texts = chunk.sequence, chunk.sequence.tokens, follower.texts
         behind, match, follows = chunk.end - len(tokens), NOTHING, ()
-        if texts is not None and left and not chunk.slack:
+        if texts is not None and left:
             left = texts.advance(follower.cursor, left)
-            if follower.cursor.end == len(tokens) and follower.cursor.match.length >= _SHORTEST:
+            if not chunk.slack and follower.cursor.end == len(tokens) and follower.cursor.match.length >= _SHORTEST:
                 match = follower.cursor.match
                 follows = texts.after(match, behind + count)[behind:]
-        best, place = None, len(tokens) - sequence.num_prompt
+        best, place, before = None, len(tokens) - sequence.num_prompt, follower.compared - sequence.num_prompt
+        drawn = tuple(tokens[follower.compared :])
         for answer in follower.answers:
-            for at in range(follower.compared - sequence.num_prompt, place):
-                right = at < len(answer.tokens) and answer.tokens[at] == tokens[at + sequence.num_prompt]
-                answer.run = answer.run + 1 if right else 0
+            if drawn:
+                answer.compare(drawn, before)
             if place + behind < len(answer.tokens) and (best is None or answer.run > best.run):
                 best = answer
-        follower.compared = len(tokens)
+        follower.compared, limit = len(tokens), sequence.limit - chunk.end
         kind = "text", min(match.length, 32).bit_length()
         if best is not None:
-            other = "answer", min(best.run, 32).bit_length()
+            other, at = ("answer", min(best.run, 32).bit_length()), place + behind
             if not follows or self._rate(other) >= self._rate(kind):
-                kind, follows = other, best.tokens[place + behind : place + behind + count]
-                if chunk.slack:  # behind an answer's end anything may follow
-                    more = best.tokens[place + behind + len(follows) :][: chunk.slack]
-                    follows = [*follows, *more, *[best.tokens[-1]] * (chunk.slack - len(more))]
-        return (Draft(follows, kind, self._chance(follower, kind), chunk.slack) if follows else None), left
+                follows, left_of_it = best.tokens[at : at + count + chunk.slack], len(best.tokens) - at
+                count = min(count, left_of_it - (best.tokens[-1] in sequence.stop_ids))  # behind which nothing is drawn
+                if not count:
+                    return None, left
+                follows = follows[: count + chunk.slack]
+                if missing := count + chunk.slack - len(follows):  # behind an answer's end anything may follow
+                    follows += (best.tokens[-1],) * missing
+                return Draft(follows, other, self._chance(follower, other), min(limit, left_of_it), chunk.slack), left
+        if not follows:
+            return None, left
+        return Draft(tuple(follows), kind, self._chance(follower, kind), limit, chunk.slack), left
 
     def _rate(self, kind: tuple[str, int]) -> float:
         """How often drafts of that kind were right lately."""
-        right, tried = self._rates.get(kind, (0.0, 0.0))
-        return (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
+        found = self._rates.get(kind)
+        if found is None:
+            right, tried = self._counts.get(kind, (0.0, 0.0))
+            found = self._rates[kind] = (right + _LIKELY_WEIGHT * _LIKELY[kind[0]]) / (tried + _LIKELY_WEIGHT)
+        return found
 
     def _chance(self, follower: Follower, kind: tuple[str, int], weight: float = _ALL_WEIGHT) -> float:
         """Of a draft of that kind, by what is known of the sequence and of all others."""
@@ -387,8 +506,9 @@ class Drafter:
         follower, compared = chunk.sequence.drafts, min(len(chunk.draft), accepted + 1)
         if chunk.kind == _MODEL:
             follower.reach.note(accepted)
-        rate = self._rates.setdefault(chunk.kind, [0.0, 0.0])
-        rate[:] = rate[0] * _ALL_FADE + accepted, rate[1] * _ALL_FADE + compared
+        right, tried = self._counts.get(chunk.kind, (0.0, 0.0))
+        self._counts[chunk.kind] = right * _ALL_FADE + accepted, tried * _ALL_FADE + compared
+        self._rates.pop(chunk.kind, None)
         follower.hits, follower.tries = follower.hits * _FADE + accepted, follower.tries * _FADE + compared
         if accepted:
             follower.rest = 0
@@ -398,7 +518,7 @@ class Drafter:
     def note_time(self, plan: "StepPlan", now: float, tokens: int) -> None:
         """A step is committed, and gave so many tokens. One of decodes is measured: it began when it was planned, or
         with the end of the one before, unless the engine had nothing to do in between."""
-        committed, self._committed = self._committed, now
+        committed, self._committed, self._busy = self._committed, now, now
         if plan.planned is None:
             return
         asking = 0.0 if self._chains is None else self._chains.spent  # which `worth` does not count among steps

@@ -163,16 +163,17 @@ class Pace:
         rows = max((known + drafted for known, drafted in self._seconds if drafted), default=0)
         return max(twice or max(2, sequences // 8), max(rows, len(self._device) - 1) - sequences)
 
-    def worth(self, sequences: int, chances: Sequence[float]) -> int:
+    def worth(self, sequences: int, chances: Sequence[float], right: Sequence[float] | None = None) -> int:
         """How many drafted rows a step of so many sequences is to have.
 
-        chances   of each row to be accepted, descending
+        chances   of each row to be accepted, descending unless `right` is there
+        right     what the first, the first two, .. of them are worth in tokens; None: what is accepted
         """
         plain = self.seconds(sequences, 0)
         if not plain or not chances:  # none was measured, or by a clock that stood still
             return 0
-        kind, most = bucket(sequences), len(chances)
-        right = list(itertools.accumulate(chances))
+        right = list(itertools.accumulate(chances)) if right is None else right
+        kind, most = bucket(sequences), len(right)
         if not self.allowed(sequences):
             return 0
         single = sequences / plain

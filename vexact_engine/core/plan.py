@@ -42,7 +42,7 @@ class Chunk:
     behind: tuple[int, tuple[int, ...]] | None = None
     later: "Chunk | None" = None
 
-    def settle(self, accepted: int) -> None:
+    def accept(self, accepted: int) -> None:
         """So many tokens of the draft before it were right."""
         self.start, self.end, self.slack = self.start + accepted, self.end + accepted, 0
         self.draft = self.window[accepted : accepted + len(self.draft)]

@@ -90,6 +90,8 @@ class Scheduler(Verifying):
         drafts = draft_model, self.pool, config.max_num_batched_tokens, graphs
         self.drafter = None if config.speculation is None else Drafter(config.speculation, vocab_size, *drafts)
         self._chunk, self._follows = chunk, follows
+        capacity = config.num_pages * config.page_size
+        self._longest = min(capacity, config.max_model_len or capacity)  # tokens that any sequence may have places for
         self.stats = Stats()
         self.weight_version = 0
         self.requests: dict[Request, None] = {}  # the unfinished ones, in the order of arrival
@@ -468,11 +470,13 @@ class Scheduler(Verifying):
         if sampled.prompt_logprobs is not None:
             tops = sampled.prompt_top_logprobs or [None] * len(plan.chunks)
             for chunk, values, top in zip(plan.chunks, sampled.prompt_logprobs, tops, strict=True):
-                if values and not chunk.sequence.finished:
-                    where = slice(chunk.start + 1, chunk.start + 1 + len(values))
-                    chunk.sequence.prompt_logprobs[where] = values
+                sequence = chunk.sequence
+                # Computed anew, by other weights it may be, they stay what they were when the first token was drawn.
+                if values and not sequence.finished and (not sequence.logprobs or sequence.prompt_logprobs[-1] is None):
+                    where, nothing = slice(chunk.start + 1, None), [None] * (sequence.num_prompt - chunk.start - 1)
+                    sequence.prompt_logprobs[where] = values + nothing[len(values) :]
                     if top is not None:
-                        chunk.sequence.prompt_top_logprobs[where] = top
+                        sequence.prompt_top_logprobs[where] = top + nothing[len(values) :]
 
         grown, row, now = [], 0, time.monotonic()
         size, version, finished = self.pool.page_size, plan.weight_version, State.FINISHED

@@ -48,7 +48,7 @@ class EngineIntake:
 
     @property
     def gpu(self) -> str:
-        return gpu_name(self._device) if self.worker.takes_aside else ""
+        return gpu_name(self._device) if self.worker.takes_in_caller else ""
 
     def manifest(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """(shape, dtype) of all that may come, by name."""

@@ -74,14 +74,14 @@ class Packer(Generic[S]):
                 self._space, self._used, self._parts = next(self._spaces), 0, []
             count = min((self._space.size - self._used) // size, total - done)
             if not count:
-                yield from self.rest()
+                yield from self.flush()
                 continue
             into = self._space.part(self._used, count, dtype)
             self._copy(into, flat if count == total else flat[done : done + count])
             self._parts.append(Part(name, shape, kind, first + done, count, self._used))
             done, self._used = done + count, min(self._used + -(-count * size // ALIGN) * ALIGN, self._space.size)
 
-    def rest(self) -> Iterator[Filled]:
+    def flush(self) -> Iterator[Filled]:
         """The last one, if there is something in it."""
         if self._space is not None:
             space, self._space = self._space, None
@@ -93,7 +93,7 @@ def packed(items: Iterable[tuple[str, Tensor | Piece]], spaces: Iterator[S]) -> 
     packer = Packer(spaces)
     for name, value in items:
         yield from packer.put(name, value)
-    yield from packer.rest()
+    yield from packer.flush()
 
 
 def pack(items: Iterable[tuple[str, Tensor]], buckets: Iterator[Tensor]) -> Iterator[tuple[Tensor, list[Part]]]:

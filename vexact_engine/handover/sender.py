@@ -322,7 +322,7 @@ class _Session:
             wait -= 1
 
     def finish(self) -> int:
-        for filled in self.packer.rest() if self.buffers is not None else ():
+        for filled in self.packer.flush() if self.buffers is not None else ():
             self._flush(*filled)
         self._post_filled(len(self.filled))
         # A receiver that stalls may read a bucket when this end has given up and freed it: no Finish follows that one.

@@ -36,14 +36,14 @@ class UpdateLoop(Protocol):
     torn: str | None
 
     def call(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
-    def beside(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
+    def call_here(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
     def may_change_weights(self) -> bool: ...
 
 
 class UpdateWorker(Protocol):
     """What of the engine's worker is needed; see runner/worker.py."""
 
-    takes_aside: bool  # what lies in a bucket is taken in the thread that it comes in; to a copy while steps run
+    takes_in_caller: bool  # what lies in a bucket is taken in the thread that it comes in; to a copy while steps run
 
     def begin(self, specs: Mapping | None, staging: Any = None) -> Update: ...
     def open(self, offer: "m.Offer") -> None: ...
@@ -126,7 +126,7 @@ class WeightUpdate:
     def open(self, offer: "m.Offer") -> None:
         """Memory of another process, that the next buckets lie in. HandoverFailed."""
         self._check()
-        self._beside(lambda: self._worker.open(offer))
+        self._call_here(lambda: self._worker.open(offer))
 
     def take(self, bucket: "m.Bucket") -> Reading:
         """`write` of what lies there, but that it may be reused once that is done. HandoverFailed where it is not what
@@ -138,7 +138,7 @@ class WeightUpdate:
         self._check()
         if self._staged:
             return self._into_copy(lambda: take(self._update))
-        call = self._loop.beside if self._worker.takes_aside else self._loop.call
+        call = self._loop.call_here if self._worker.takes_in_caller else self._loop.call
         return call(lambda: self._take(take), self._may_write)
 
     def finish(self) -> int:
@@ -162,9 +162,9 @@ class WeightUpdate:
     def __exit__(self, *exception) -> None:
         self.abandon()
 
-    def _beside(self, function: Callable[[], object]) -> Any:
+    def _call_here(self, function: Callable[[], object]) -> Any:
         """In this thread where the worker can, between two steps where it cannot."""
-        return self._loop.beside(function) if self._worker.takes_aside else self._loop.call(function)
+        return self._loop.call_here(function) if self._worker.takes_in_caller else self._loop.call(function)
 
     def _into_copy(self, function: Callable[[], object]) -> Any:
         """Unless this update has ended while it waited for its turn: the copy may be another one's."""
@@ -173,7 +173,7 @@ class WeightUpdate:
             self._check()
             return function()
 
-        return self._beside(put)
+        return self._call_here(put)
 
     def _check(self) -> None:
         if self._over:

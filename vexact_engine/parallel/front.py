@@ -40,10 +40,13 @@ class Front:
     start        index -> the channel of a new replica
     max_restarts how often a replica that died may be started again, all of them together
     timeout      seconds that a replica may take to make its engine
+
+    Before `wait_until_ready` nothing is for callers but `close`.
     """
 
     def __init__(self, start: Callable[[int], Channel], count: int, max_restarts: int, timeout: float):
         self._pid, self._start_one, self._restarts, self._timeout = os.getpid(), start, max_restarts, timeout
+        self._begin = time.monotonic()
         self._lock = threading.RLock()
         self.replicas = [Replica(index) for index in range(count)]
         self.router: Router | None = None
@@ -67,12 +70,19 @@ class Front:
                 for replica in self.replicas:
                     self._start(replica)
             self._reader.start()
-            self._wait_for_all()
         except BaseException:
             self.close()
             raise
 
     # The beginning
+
+    def wait_until_ready(self) -> None:
+        """Where that is not to be, all is closed."""
+        try:
+            self._wait_for_all()
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self, replica: Replica) -> None:
         replica.channel = self._start_one(replica.index)
@@ -83,8 +93,9 @@ class Front:
         self._wake()
 
     def _wait_for_all(self) -> None:
-        end = time.monotonic() + self._timeout
+        end = self._begin + self._timeout
         with self._changed:
+            self.check_open()
             while not all(replica.ready for replica in self.replicas):
                 gone = next((r for r in self.replicas if r.reason), None)
                 if gone is not None:
@@ -291,10 +302,10 @@ class Front:
         self.router.begin(replica.index, job.pages, job.params.n)
         job.replica = replica
         replica.jobs[job.key] = job
-        begun = job.begun if job.begun is not None and any(b.token_ids or b.done for b in job.begun) else None
+        earlier = job.earlier if any(one.token_ids or one.done for one in job.earlier or ()) else None
         given = None if job.pictures is None else m.pictures(job.pictures.given())
         streams = job.listen is not None
-        replica.channel.send(m.Add(job.key, job.prompt_ids, job.params, job.name, streams, begun, given))
+        replica.channel.send(m.Add(job.key, job.prompt_ids, job.params, job.name, streams, earlier, given))
 
     def no_replica(self) -> Exception:
         if self.alive():
@@ -340,8 +351,8 @@ class Front:
         for done in completions:
             job.finish(done)
             if job.listen is not None:
-                had = len(job.begun[done.index].token_ids)
-                rest = done.token_ids[had:], done.logprobs[had:], done.raw_logprobs[had:]
+                known = len(job.earlier[done.index].token_ids)
+                rest = done.token_ids[known:], done.logprobs[known:], done.raw_logprobs[known:]
                 job.listen(Increment(job.name, done.index, *rest, "", done))
         self._end(job)
 
@@ -462,18 +473,20 @@ class Front:
         job, news = replica.jobs.get(message.key), message.increment
         if job is None:
             return
-        had, done = job.begun[news.index], news.completion
-        had.token_ids += news.token_ids
-        had.logprobs += news.logprobs
-        had.raw_logprobs += news.raw_logprobs
-        had.weight_versions += message.weight_versions
-        had.sent_text += len(news.text)
+        partial, done = job.earlier[news.index], news.completion
+        partial.token_ids += news.token_ids
+        partial.logprobs += news.logprobs
+        partial.raw_logprobs += news.raw_logprobs
+        partial.weight_versions += message.weight_versions
+        partial.sent_text += len(news.text)
         job.texts[news.index] += news.text
         if news.top_logprobs is not None:
-            had.top_logprobs = (had.top_logprobs or []) + news.top_logprobs
+            partial.top_logprobs = (partial.top_logprobs or []) + news.top_logprobs
+        if news.prompt_logprobs is not None:  # with the first alone
+            partial.prompt_logprobs, partial.prompt_top_logprobs = news.prompt_logprobs, news.prompt_top_logprobs
         if done is not None:
             job.finish(done)
-            had.done = True
+            partial.done = True
         job.listen(news)
 
     def _on_ready(self, replica: Replica) -> None:

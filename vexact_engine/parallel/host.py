@@ -102,7 +102,7 @@ class Host:
                 request_id=add.request_id,
                 notify=notify,
                 listen=listen if add.streams else None,
-                begun=add.begun,
+                earlier=add.earlier,
             )
         except Exception as error:
             failed = m.Done(key, failure=m.failure(error))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..config import SamplingParams
 from ..outputs import Increment, Load, Submission
-from ..request import Begun, Completion
+from ..request import Completion, PartialOutput
 from . import messages as m
 
 NO_LOAD = Load(0, 0, 0, 0, False)
@@ -44,7 +44,7 @@ class Job:
 
     pictures     its images (media.images.Pictures); None: it has none
     listen       given each Increment, and an exception that ends it; None where completions alone are wanted
-    begun        what was handed on of each sample, and `texts` in words
+    earlier      what was handed on of each sample, and `texts` in words
     completions  of the samples that are done
     replica      who computes it; None: nobody yet
     deaths       how many replicas have died with it
@@ -61,7 +61,7 @@ class Job:
     ):
         self.pictures = pictures
         self.prompt_ids, self.params, self.name, self.call, self.listen = prompt_ids, params, name, call, listen
-        self.begun = [Begun() for _ in range(params.n)] if listen is not None else None
+        self.earlier = [PartialOutput() for _ in range(params.n)] if listen is not None else None
         self.texts = [""] * params.n
         self.completions: list[Completion | None] = [None] * params.n
         self.key, self.replica, self.deaths = -1, None, 0
@@ -92,17 +92,19 @@ class Job:
         found = []
         for index, done in enumerate(self.completions):
             if done is None:
-                had = Begun() if self.begun is None else self.begun[index]
-                versions = had.weight_versions
+                partial = PartialOutput() if self.earlier is None else self.earlier[index]
+                versions = partial.weight_versions
                 made = Completion(
                     prompt_ids=self.prompt_ids,
-                    token_ids=had.token_ids,
-                    logprobs=had.logprobs,
-                    raw_logprobs=had.raw_logprobs,
+                    token_ids=partial.token_ids,
+                    logprobs=partial.logprobs,
+                    raw_logprobs=partial.raw_logprobs,
                     finish_reason="abort",
                     text=self.texts[index],
                     weight_version=versions[-1] if versions else version,
-                    top_logprobs=had.top_logprobs,
+                    top_logprobs=partial.top_logprobs,
+                    prompt_logprobs=partial.prompt_logprobs,
+                    prompt_top_logprobs=partial.prompt_top_logprobs,
                     request_id=self.name,
                     index=index,
                     seed=self.params.seed,

@@ -19,7 +19,7 @@ from ..core.plan import Sampled
 from ..extras import pip_line
 from ..handover import messages as weights
 from ..outputs import Increment, Load
-from ..request import Begun, Completion
+from ..request import Completion, PartialOutput
 
 try:
     import msgspec
@@ -38,7 +38,7 @@ class Add(msgspec.Struct, tag=0, array_like=True):
     params: SamplingParams
     request_id: str
     streams: bool
-    begun: list[Begun] | None = None
+    earlier: list[PartialOutput] | None = None
     pictures: dict[str, Any] | None = None
 
     def prompt(self) -> Any:

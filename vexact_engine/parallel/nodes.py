@@ -140,7 +140,7 @@ class Nodes:
             self.close()
             raise RuntimeError(f"EngineConfig: nodes: one is gone: {error}") from error
         self.names = [(name, f"{address} (node {name[:8]})") for address, name in found]
-        self._near = [name == own for _, name in found]
+        self._local = [name == own for _, name in found]
 
     @classmethod
     def placed(cls, config: EngineConfig, device: str, meanwhile: Callable[[], None]) -> "Nodes":
@@ -191,7 +191,7 @@ class Nodes:
 
     def near(self, rank: int) -> bool:
         """Whether that process sees this one's memory."""
-        return self._near[rank // self._each]
+        return self._local[rank // self._each]
 
     def name(self, rank: int) -> str:
         return self.names[rank // self._each][1]

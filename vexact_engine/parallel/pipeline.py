@@ -342,7 +342,7 @@ class PipelineWorker:
         self.write(plan)
         self.whole()
 
-    takes_aside = False
+    takes_in_caller = False
 
     def begin(self, specs: Mapping | None, staging: Staging | None = None) -> UpdateOfStages:
         if staging is None:

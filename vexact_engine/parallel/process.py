@@ -6,6 +6,7 @@ parent is, once a second.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import select
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core import garbage
-from . import limits
+from . import limits, prestart
 from . import messages as m
 from .frames import Frames, write_frame
 
@@ -49,24 +50,13 @@ class ProcessChannel:
     shares_memory = True
 
     def __init__(self, make: str, arguments: Mapping[str, Any], environment: Mapping[str, str]):
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            code = (
-                f"import sys; sys.path[:] = {sys.path!r}; from vexact_engine.parallel.process import main; "
-                f"main({theirs.fileno()}, {os.getpid()})"
-            )
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **environment},
-            )
+        self._socket, self._process = prestart.take(make, environment) or prestart.start(make, environment)
         self._frames = Frames(self._socket)
         self._outbox: deque[bytes] = deque()
         self._filled, self._closing = threading.Event(), False
         self._writer = threading.Thread(target=self._write, name="vexact-replicas-out", daemon=True)
         self._writer.start()
-        self.send_raw(m.encode({"make": make, "arguments": dict(arguments)}))
+        self.send_raw(m.encode(dict(arguments)))
 
     @property
     def pid(self) -> int:
@@ -121,8 +111,14 @@ class ProcessChannel:
 # In the replica
 
 
-def main(descriptor: int, parent: int) -> None:
-    """The replica's process."""
+def main(descriptor: int, parent: int, make: str, ahead: str, *words: str) -> None:
+    """The replica's process.
+
+    make    makes the engine, of arguments that come later
+    ahead   "module:function" that is called with `words` meanwhile; "": none. What fails there is met again
+
+    Until the arguments are there nothing is collected: see garbage.left.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service, to all its processes: the front's
         signal.signal(number, signal.SIG_IGN)
     ours = socket.socket(fileno=descriptor)
@@ -145,27 +141,31 @@ def main(descriptor: int, parent: int) -> None:
         end(1)
 
     threading.Thread(target=watch, name="vexact-replica-parent", daemon=True).start()
+    if ahead:
+        with contextlib.suppress(Exception):
+            _named(ahead)(*words)
     incoming: deque[bytes] = deque()
     while not incoming:
         found = frames.read()
         if found is None:
             end(1)
         incoming += found
-    order = m.decode_plain(incoming.popleft())
-    begun = threading.Event()
+    gc.freeze()
+    gc.enable()
+    arguments = m.decode_plain(incoming.popleft())
+    made = threading.Event()
 
     def wait_for_the_end() -> None:
         """While the engine is made nobody reads: that the front is gone shows without."""
         poll = select.poll()
         poll.register(ours, select.POLLRDHUP)
-        while not begun.is_set():
+        while not made.is_set():
             if poll.poll(_LOOK * 1000):
                 end(1)
 
     threading.Thread(target=wait_for_the_end, name="vexact-replica-start", daemon=True).start()
     try:
-        module, name = order["make"].split(":")
-        engine = getattr(importlib.import_module(module), name)(**order["arguments"])
+        engine = _named(make)(**arguments)
         from .host import Host
 
         garbage.freeze()
@@ -173,7 +173,7 @@ def main(descriptor: int, parent: int) -> None:
     except BaseException as error:
         send(m.encode([m.Failed(m.failure(error))]))
         end(1)
-    begun.set()
+    made.set()
     while True:
         while incoming:
             for message in m.for_replica(incoming.popleft()):
@@ -185,6 +185,11 @@ def main(descriptor: int, parent: int) -> None:
         if found is None:
             end(1)
         incoming += found
+
+
+def _named(text: str) -> Any:
+    module, name = text.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def from_pretrained(

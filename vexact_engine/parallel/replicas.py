@@ -100,6 +100,7 @@ class Replicas(Frontend):
         tokenizer: Any = None,
         max_restarts: int = 0,
         start_timeout: float = 1800.0,
+        wait: bool = True,
     ) -> None:
         """
         make           "module:function" that makes a replica's Engine, called in its process; see from_pretrained
@@ -109,6 +110,7 @@ class Replicas(Frontend):
         tokenizer      for prompts that are texts; each replica has one of its own for what it generates
         max_restarts   how often a replica that has died is started again, all of them together
         start_timeout  seconds that a replica may take to make its engine
+        wait           False: for nothing. Until `wait_until_ready` has returned nothing else may be called but `close`
         raises         what making an engine raises, with the replica's name; ReplicaDied, TimeoutError
         """
         if not arguments:
@@ -130,6 +132,16 @@ class Replicas(Frontend):
             return ProcessChannel(make, arguments[index], environments[index])
 
         self._front = Front(start, len(arguments), max_restarts, start_timeout)
+        self._end = weakref.finalize(self, self._front.close)
+        self._buffers: Buckets | None = None
+        self._updates = threading.Lock()
+        self._sleeping: set[str] = set()
+        if wait:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Each replica has made its engine. Raises what the constructor does."""
+        self._front.wait_until_ready()
         facts = self._front.replicas[0].facts
         self.config, self.name = EngineConfig(**facts["config"]), facts["name"]
         self.vocab_size, self.path = facts["vocab_size"], facts["path"]
@@ -139,10 +151,6 @@ class Replicas(Frontend):
         self.images = None if facts["images"] is None else Images(**facts["images"])
         self.image_processor: Any = None  # as Engine has it
         self.video_processor: Any = None
-        self._buffers: Buckets | None = None
-        self._updates = threading.Lock()
-        self._sleeping: set[str] = set()
-        self._end = weakref.finalize(self, self._front.close)
 
     @classmethod
     def from_pretrained(

@@ -244,7 +244,7 @@ class Stage:
     # Sleep
 
     def do_sleep(self, level: int, tags: list[str]) -> tuple[dict[str, int], dict[str, int], str | None]:
-        self.runner.settle()
+        self.runner.drain()
         self.runner.forget_images()
         return self._move(lambda: self._memory.sleep(level, tags))
 

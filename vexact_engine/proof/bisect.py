@@ -124,13 +124,14 @@ def bisect(
     progress(f"b: {b.name}", 0, 1)
     of_b = trace(b, sequences)
     shared = [key for key in of_a.entries if key in of_b.entries and _same_code(of_a, of_b, key)]
+    shared = [key for key in shared if _is_compared(of_a.entries[key], of_b.entries[key])]
     differing = [key for key in shared if differ(of_a.entries[key], of_b.entries[key]).any()]
     found = Bisection(
         a.name,
         b.name,
         len(sequences),
         sum(map(len, sequences)),
-        compared=sum(_is_compared(of_a.entries[key], of_b.entries[key]) for key in shared),
+        compared=len(shared),
         unseen=_unseen(of_a, of_b, sum(map(len, sequences))),
         environment=environment(a.device),
     )
@@ -223,8 +224,9 @@ def _narrow(a: Trace, b: Trace, spans: list[tuple[int, int]]) -> tuple[Key, Key]
             if k.kind == key.kind == "op"
             and (a.entries[k].width, a.entries[k].dtype) == (mine.width, mine.dtype)
             and ("attention" in k.op) == ("attention" in key.op)
+            and _is_compared(a.entries[k], mine)
         ]
-        same = {k: int((a.entries[k].digests == mine.digests).sum()) for k in alike}
+        same = {k: int((~differ(a.entries[k], mine)).sum()) for k in alike}
         if alike and max(same.values()) < len(mine.digests):
             return max(reversed(alike), key=same.__getitem__), key
     return None

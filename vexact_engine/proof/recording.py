@@ -140,14 +140,17 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, module: str, call: int, kind: str, tensors: list, op: str = "", count: int = 0) -> None:
         for number, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
-            rows = self._rows(tensor, kind)
-            if rows is None:
+            rows, scores = self._rows(tensor, kind), self._may_be_scores(tensor, kind)
+            if rows is None and not scores:
                 continue
             key = Key(module, call, kind, op, count, number)
             entry = self.trace.entries.get(key)
             if entry is None:
                 made = torch.zeros(self.tokens, dtype=torch.int64), torch.zeros(self.tokens, dtype=torch.bool)
-                entry = self.trace.entries[key] = Entry(*made, tensor.dtype, rows.shape[1])
+                width = tensor.shape[1] * tensor.shape[3] if rows is None else rows.shape[1]
+                entry = self.trace.entries[key] = Entry(*made, tensor.dtype, width)
+            if rows is None:  # its place is kept: another forward's may be none
+                continue
             if entry.width != rows.shape[1]:  # such as scores over as many keys as this forward has
                 entry.present[self.to] = False
                 continue
@@ -164,7 +167,7 @@ class Recorder(TorchDispatchMode):
         if tensor.layout != torch.strided or tensor.dim() < 2 or not (tensor.is_floating_point() or kind == "out"):
             return None
         if tensor.dim() == 4 and tensor.shape[0] == batch and tensor.shape[2] == length != tensor.shape[1]:
-            if tensor.shape[3] == length and kind == "op":  # scores: a column is a key, wherever that lies
+            if self._may_be_scores(tensor, kind):
                 return None
             tensor = tensor.transpose(1, 2)
         if tensor.shape[:2] == (batch, length):
@@ -176,6 +179,11 @@ class Recorder(TorchDispatchMode):
         else:
             return None
         return flat[self.keep.to(flat.device)] if flat.shape[1] else None
+
+    def _may_be_scores(self, tensor: Tensor, kind: str) -> bool:
+        """Of which a column is a key, wherever that lies. Heads of as many numbers as there are tokens look like it."""
+        batch, length = self.shape
+        return kind == "op" and tensor.dim() == 4 and tensor.shape == (batch, tensor.shape[1], length, length)
 
     def _digest(self, rows: Tensor) -> Tensor:
         """(R,) int64 of (R, F): equal for equal bits; all NaN are one. Integers wrap: no order of summation counts."""

@@ -15,6 +15,7 @@ on, record.py runs that are held against each other, digests.py by what.
 import contextlib
 import gc
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,7 +40,8 @@ from .trainer import Sample, Trainer
 
 # Trainer and engine aligned; the stock trainer on the same engine; the stock trainer on `generate` of its own model.
 SIDES = ALIGNED, STOCK, GENERATE = "aligned", "stock", "generate"
-# ("phase", what is done now, step, steps); after each step ("step", side, its record); with `watch` also
+# ("phase", what is done now, step, steps); after each step ("step", side, its record), and before a side's first one
+# ("start", side, that step, seconds of all that it had to wait for, by name); with `watch` also
 # ("parameters", side, step, digests of them), of step 0 before the first, and ("end", side, SHA-256 of all of them).
 Report = Callable[..., None]
 
@@ -70,13 +72,17 @@ def run(
     *,
     saving: Saving | None = None,
     watch: bool = False,
+    begun: float | None = None,
 ) -> dict[str, Run]:
     """Each side from the same weights and questions, on this rank of the process group. Rank 0 has the engine and the
     task; the others follow, and their Runs are empty.
 
     saving   where it is kept, and whether it goes on from there: Runs have the steps from there on
     watch    report digests of all parameters after each step, and their SHA-256 at the end
+    begun    time.perf_counter() where the command began
     """
+    clock = Clock(begun)
+    clock("imports")
     runs: dict[str, Run] = {}
     rollouts: dict[type, Rollout | Generate] = {}
     with contextlib.ExitStack() as stack:
@@ -84,7 +90,8 @@ def run(
             kind = Generate if side == GENERATE else Rollout
             if dist.get_rank() == 0 and kind not in rollouts:
                 rollouts[kind] = stack.enter_context(kind(options, device))
-            runs[side] = _Side(options, side, device, rollouts.get(kind), report, saving, watch).train()
+            runs[side] = _Side(options, side, device, rollouts.get(kind), report, saving, watch, clock).train()
+            clock = Clock()
     return runs
 
 
@@ -100,13 +107,16 @@ class _Side:
         report: Report,
         saving: Saving | None,
         watch: bool,
+        clock: "Clock",
     ):
+        self._clock: Clock | None = clock  # until the first step is through
         self._options, self._side, self._rollout, self._saving, self._watch = options, side, rollout, saving, watch
         self._tell = report if rollout is not None else lambda *_: None
         self._run, self._first, self._version = Run(), 0, None
         self._phase("load")
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._trainer = Trainer(options, mesh, device, aligned=side == ALIGNED)
+        self._trainer = Trainer(options, mesh, device, aligned=side == ALIGNED)  # while the engine starts
+        clock("trainer")
 
     def _phase(self, what: str) -> None:
         self._tell("phase", f"{self._side}: {what}", self._first + len(self._run.steps), self._options.steps)
@@ -124,6 +134,15 @@ class _Side:
             task = tasks.make(options.task, options.task_options, **known, **asked)
             if not self._first:
                 self._tell_digests(0, self._digests()[0])
+            self._clock("task")
+            if self._first < options.steps and options.ranks == 1 and trainer.device.type == "cuda":
+                self._phase("kernels")
+                self._prepare(task)
+                self._clock("kernels")
+            if self._rollout is not None:
+                self._phase("engine")
+                self._rollout.wait_until_ready()
+                self._clock("engine")
             for step in range(self._first, options.steps):
                 self._step(step, task)
             if self._watch:
@@ -134,12 +153,23 @@ class _Side:
             gc.collect()  # its memory is the next one's
         return self._run
 
+    def _prepare(self, task: tasks.Task) -> None:
+        """As for a first step whose answers are as long as they may be."""
+        options, rank = self._options, dist.get_rank()
+        samples = _stand_ins(options, task.questions(_asked(options, self._first), options.prompts), self._trainer)
+        mine = [samples[i] for i in options.share(range(len(samples)), rank)]
+        scored = [samples[i] for i in _places(options, self._first, self._trainer, [rank])]
+        self._trainer.prepare(mine[: len(mine) // options.mini_batches], scored)
+
     def _step(self, step: int, task) -> None:
         version, record = _step(self._options, step, self._trainer, self._rollout, task, self._phase, self._version)
         self._version = None  # the engine counts on
         digests, seconds = self._digests()
         if record is not None:
             record["seconds"]["digests"] = seconds
+            if self._clock is not None:
+                self._tell("start", self._side, step + 1, {**self._clock.seconds, **record["seconds"]})
+                self._clock = None
             self._run.steps.append(record)
             self._tell("step", self._side, record)
         self._tell_digests(step + 1, digests)
@@ -250,7 +280,7 @@ def _hand_over(trainer: Trainer, rollout: Rollout | None, version: int | None) -
 def _answers(options: Options, step: int, rollout: Rollout, task, version: int, drafts: dict[str, int]) -> list[Sample]:
     """prompts x samples of them, judged; those to one prompt stand together. What the engine has drafted is added to
     `drafts`."""
-    step %= options.epoch_steps or options.steps
+    step = _asked(options, step)
     questions = task.questions(step, options.prompts)
     for question in questions:
         if len(question.prompt_ids) > options.max_prompt_tokens:
@@ -272,6 +302,27 @@ def _answers(options: Options, step: int, rollout: Rollout, task, version: int, 
         for completion, reward, advantage in zip(group, rewards, advantages(rewards, options.advantage)):
             samples.append(_sample(completion, reward, advantage, version))
     return samples
+
+
+def _asked(options: Options, step: int) -> int:
+    """The step of the first epoch whose questions and seeds this one has."""
+    return step % (options.epoch_steps or options.steps)
+
+
+def _stand_ins(options: Options, questions: Sequence[tasks.Question], trainer: Trainer) -> list[Sample]:
+    """Answers that nobody has given, at random: tokens that are alike would all go to the same experts of a mixture."""
+    draw, nothing = random.Random(options.seed), torch.zeros(options.max_new_tokens, dtype=torch.float32)
+    return [
+        Sample(
+            question.prompt_ids,
+            [draw.randrange(trainer.vocab_size) for _ in range(options.max_new_tokens)],
+            nothing,
+            0.0,
+            old=nothing,
+        )
+        for question in questions
+        for _ in range(options.samples)
+    ]
 
 
 def _sample(completion: Completion, reward: float, advantage: float, version: int) -> Sample:
@@ -342,11 +393,11 @@ def _gathered(value) -> list | None:
 
 
 class Clock:
-    """Seconds between calls, by name."""
+    """Seconds between calls, by name; to the first since `begun`, or it was made."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._at = time.perf_counter()
+        self._at = time.perf_counter() if begun is None else begun
 
     def __call__(self, name: str) -> None:
         if torch.cuda.is_initialized():

@@ -43,12 +43,14 @@ def launch(
     report: Report = lambda *_: None,
     saving: Saving | None = None,
     watch: bool = False,
+    begun: float | None = None,
 ) -> dict[str, Run]:
     """Train on all ranks, from the weights of `options.model`, one side of grpo.SIDES after another.
 
     report    see grpo.Report; what it raises ends the run
     saving    keep the run in a folder, or go on from there
     watch     report digests of parameters too
+    begun     time.perf_counter() where the command began, for the first step's parts
     returns   side -> its Run. In a process that torchrun has started as another rank than 0 they are empty
     raises    LogprobsDiffer where the aligned side's trainer has other bytes than the rollout, see check.py
               ModuleNotFoundError without reasoning-gym, where the task is of it
@@ -56,7 +58,7 @@ def launch(
               raised. All others are ended then
               FileExistsError, ValueError: a run that `saving` must not write over, or cannot go on from
     """
-    how = {"saving": saving, "watch": watch}
+    how = {"saving": saving, "watch": watch, "begun": begun}
     task = options.task or (tasks.DEFAULT if options.model == SMOLLM2 else tasks.EVENS)
     if task != tasks.EVENS:
         tasks.reasoning_gym(task)  # before a model is fetched and loaded for it

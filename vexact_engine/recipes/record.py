@@ -74,6 +74,9 @@ class Recorder:
         if kind == "step":
             side, step = values
             self._write(_line({"kind": kind, "side": side, **step}))
+        elif kind == "start":
+            side, step, seconds = values
+            self._write(_line({"kind": kind, "side": side, "step": step, "seconds": seconds}))
         elif kind == "parameters":
             side, step, digests = values
             self._write(_line({"kind": kind, "side": side, "step": step, "digests": digests}))

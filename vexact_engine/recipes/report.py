@@ -53,6 +53,11 @@ def line(side: str, step: dict[str, Any], steps: int) -> str:
     )
 
 
+def start(side: str, step: int, seconds: Mapping[str, float]) -> str:
+    """What a side's first step has waited for."""
+    return f"{side}: step {step} was through after {sum(seconds.values()):.2f} s: {_seconds(seconds)} s"
+
+
 def _seconds(parts: Mapping[str, float]) -> str:
     return "  ".join(f"{name.replace('_', ' ')} {s:.2f}" for name, s in parts.items())
 
@@ -172,7 +177,8 @@ def plot(path: str, title: str, runs: Mapping[str, Run]) -> None:
     for axis in drawing.axes[len(drawn) :]:
         axis.axis("off")
     words = "\n\n".join(verdict(*item) for item in runs.items())
-    drawing.axes[len(drawn)].text(0, 1, words, va="top", wrap=True, fontsize=9)
+    said = drawing.axes[len(drawn)].text(0, 1, words, va="top", wrap=True, fontsize=9)
+    said.set_in_layout(False)  # a long line would make its column as wide
     drawing.axes[0].legend(fontsize=8)
     drawing.savefig(path)
 

@@ -1,6 +1,9 @@
 """Where answers come from and weights go: engines in processes of their own, or the stock model's `generate`."""
 
 import contextlib
+import importlib
+import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingParams
+from ..core import garbage
 from ..engine import Engine
 from ..errors import HandoverFailed
 from ..handover.receiver import WeightReceiver
@@ -18,22 +22,40 @@ from ..parallel.replicas import Replicas
 from ..proof import compare as proof
 from ..proof.stock import run_stock
 from ..request import Completion, Metrics
+from ..weights.config import import_transformers
 from .options import Options
+
+logger = logging.getLogger(__name__)
+MAKE = f"{__name__}:engine"
+
+
+def log_start(who: str) -> None:
+    """What takes a process's time until a first step is through goes to standard error, each verdict on kernels too."""
+    logging.basicConfig(level=logging.INFO, format=f"%(relativeCreated)7d ms, {who}, %(name)s: %(message)s")
+    logging.getLogger("vexact_ops._core").setLevel(logging.DEBUG)
 
 
 class Rollout:
-    """Engines in processes of their own, and a way to them for weights. A context manager: close() ends them.
+    """Engines in processes of their own, and a way to them for weights. A context manager: close() ends them. They are
+    made while others do something else: until `wait_until_ready` has returned, nothing but close() may be called.
 
     raises     from every method: ReplicaDied once the process is gone, and how it ended; what making the engine raises
     """
 
     def __init__(self, options: Options, device: torch.device):
-        made = {"options": options.to_json(), "device": str(device)}
-        self._engine = Replicas(f"{__name__}:engine", [made] * options.replicas)
-        # Both ends of the hand-over are in this process; the bytes go from its memory to the replicas'.
-        self._receiver = WeightReceiver(self._engine, f"inproc://vexact-rollout-{id(self)}")
+        made = {"options": options.to_json(), "device": str(device), "log": logging.getLogger().level}
+        self._engine = Replicas(MAKE, [made] * options.replicas, wait=False)
+        self._receiver: WeightReceiver | None = None
         self._receiving = ThreadPoolExecutor(1, thread_name_prefix="vexact-weights")
         self._sender: WeightSender | None = None
+
+    def wait_until_ready(self) -> None:
+        """The engines are made. Again does nothing."""
+        if self._receiver is not None:
+            return
+        self._engine.wait_until_ready()
+        # Both ends of the hand-over are in this process; the bytes go from its memory to the replicas'.
+        self._receiver = WeightReceiver(self._engine, f"inproc://vexact-rollout-{id(self)}")
 
     def numerics(self) -> dict:
         """What fixes the engine's bits."""
@@ -71,6 +93,7 @@ class Rollout:
 
     def load_answers(self, path: Path) -> None:
         """Where they are kept, and were."""
+        self.wait_until_ready()
         if self._engine.config.speculation is not None and path.exists():
             self._engine.load_answers(path)
 
@@ -79,7 +102,8 @@ class Rollout:
         if self._sender is not None:
             self._receiving.submit(self._receiver.receive)  # who listens hears that it has to let go of the buckets
             self._sender.close()
-        self._receiver.close()
+        if self._receiver is not None:
+            self._receiver.close()
         self._receiving.shutdown()
         self._engine.close()
 
@@ -128,6 +152,9 @@ class Generate:
             metrics=Metrics(0.0, None, [], 0.0),
         )
 
+    def wait_until_ready(self) -> None:
+        """It is made."""
+
     def numerics(self) -> dict:
         """Nothing is promised of it."""
         return {}
@@ -159,7 +186,30 @@ class Generate:
         del self._loaded
 
 
-def engine(options: dict[str, Any], device: str) -> Engine:
-    """What is made in that process."""
-    chosen = Options(**options)
-    return Engine(chosen.load(chosen.dtype, torch.device(device)), chosen.engine_config())
+def import_ahead(device: str) -> None:
+    """What an engine, or a trainer, comes to in this process, and the GPU's context beside it: that needs no lock of
+    Python's. What fails is met again.
+
+    device   as --device names it
+    """
+    with garbage.left(), ThreadPoolExecutor(1) as beside:
+        gpu = device != "cpu" and torch.cuda.is_available()
+        if gpu:
+            place = "cuda" if device == "auto" else device
+            beside.submit(torch.zeros, 1, dtype=torch.int32, device=place)
+        import_transformers()
+        if gpu:
+            with contextlib.suppress(Exception):
+                importlib.import_module("vexact_ops.attention.cute").import_ahead()
+
+
+def engine(options: dict[str, Any], device: str, log: int = logging.WARNING) -> Engine:
+    """What is made in that process. log: the level of what it says on standard error."""
+    if log <= logging.INFO:
+        log_start("engine")
+    chosen, begin = Options(**options), time.perf_counter()
+    loaded = chosen.load(chosen.dtype, torch.device(device))
+    logger.info("weights are there after %.1f s", time.perf_counter() - begin)
+    made = Engine(loaded, chosen.engine_config())
+    logger.info("engine made after %.1f s", time.perf_counter() - begin)
+    return made

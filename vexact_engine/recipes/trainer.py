@@ -1,7 +1,10 @@
 """The trainer: a Hugging Face model with fp32 masters, on aligned ops or as it comes; on several ranks under FSDP2."""
 
+import contextlib
 import itertools
+import logging
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,9 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import vexact_ops as vx
 from vexact_ops.patch.batch import sent
 
+from ..weights.random import own_generators
 from . import digests
 from .masters import Masters
 from .options import SEQUENCES, Options
+
+log = logging.getLogger(__name__)
 
 FORWARD_TOKENS = 8192  # of a forward, about: of few rows a GPU's kernels are through before others are called
 COUNTED = 1 << 26  # weights of which it is counted at once how many have moved
@@ -83,9 +89,9 @@ class Trainer:
         if self._handle is not None:
             self._handle.undo()
 
-    def follow(self) -> Tensor | None:
-        """The masters have other values: the model computes with these from now on. How many of its weights have moved,
-        where that is known at once."""
+    def round_masters(self) -> Tensor | None:
+        """The masters have other values: rounded, they are what the model computes with. How many of its weights have
+        moved, where that is known at once."""
         return None if self._masters is None else self._masters.round()
 
     def numerics(self) -> dict:
@@ -112,6 +118,45 @@ class Trainer:
         """Of all of them, see digests.sha256. Every rank has to call."""
         return digests.sha256(self.weights.named_parameters())
 
+    def prepare(self, trained: Sequence[Sample], scored: Sequence[Sample]) -> None:
+        """On one rank: compute as with the answers of a step, with such as nobody has given: kernels are compiled,
+        verified and loaded then, while an engine starts beside. What has to be timed is left to the step. Nothing is
+        left of it: no gradient is kept, no weight moves, and no random number is drawn that others would have had.
+
+        trained, scored   those of the first mini-batch, and those that are scored before
+        """
+        # without its threads, autograd is where the with block is
+        alone = torch.autograd.set_multithreading_enabled(False)
+        try:
+            with alone, vx.without_races(), vx.must_admit(), own_generators(self.device, self.options.seed):
+                for batch in _ends(self._batches(scored, 2)):
+                    with torch.no_grad(), self._timed("scored", batch):
+                        self._forward(batch, entropy=False)
+                for batch in _ends(self._batches(trained)):
+                    with self._timed("trained on", batch):
+                        self._train(batch, 1)
+                torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
+        except torch.OutOfMemoryError:  # answers may well be shorter
+            log.info("no memory to prepare for answers of %d tokens", self.options.max_new_tokens, exc_info=True)
+        self.optimizer.zero_grad()
+        self.round_masters()
+        if self.aligned:
+            self.numerics()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # the engine takes its own by now
+
+    @contextlib.contextmanager
+    def _timed(self, what: str, batch: Sequence[Sample]) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._wait()
+        log.info("%s %d answers that nobody has given, in %.2f s", what, len(batch), time.perf_counter() - begin)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     # Log-probabilities
 
     @torch.no_grad()
@@ -125,7 +170,10 @@ class Trainer:
         return [v.cpu() for v in found]
 
     def _batches(self, samples: Sequence[Sample], parts: int = 1) -> list[Sequence[Sample]]:
-        """What one forward each computes, with training's batches in two parts, say: on every rank as many."""
+        """What one forward each computes, with training's batches in two parts, say: on every rank as many. Of nothing
+        none: no answer of a step may be scored twice."""
+        if not samples:
+            return []
         size = self.options.micro_batch
         if size is None and self.aligned and self._tree is None:
             lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
@@ -163,8 +211,11 @@ class Trainer:
         ids = self._integers([row + [0] * (width - len(row)) for row in rows])
         mask = self._integers([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        kept = [logits[i, len(s.prompt_ids) - 1 : len(row) - 1] for i, (s, row) in enumerate(zip(batch, rows))]
-        every = torch.log_softmax(torch.cat(kept).float() / self.options.temperature, -1)
+        begins = [i * width + len(s.prompt_ids) - 1 for i, s in enumerate(batch)]
+        places = [at for begin, s in zip(begins, batch) for at in range(begin, begin + len(s.token_ids))]
+        # all at once: the gradient of each slice for itself would be as large as all logits
+        kept = logits.flatten(0, 1).index_select(0, self._integers(places))
+        every = torch.log_softmax(kept.float() / self.options.temperature, -1)
         target = self._integers([token for s in batch for token in s.token_ids])
         flat = every if self.options.entropy_coefficient else every.detach()
         spread = -(flat.exp() * flat).sum(-1) if entropy else None
@@ -196,7 +247,7 @@ class Trainer:
             else:
                 norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
             self.optimizer.step()
-            moved = self.follow()
+            moved = self.round_masters()
         for batch, *both in seen:  # at the end: until then nobody waits for the device
             lengths = [len(s.token_ids) for s in batch]
             for sample, *values in zip(batch, *(v.cpu().split(lengths) for v in both)):
@@ -239,6 +290,11 @@ class Trainer:
         ranks = self._mesh.size() if self._tree is None else 1  # FSDP2 takes the mean over ranks, the tree the sum
         (loss.sum() * (ranks / total)).backward()
         return values.detach(), entropies.detach()
+
+
+def _ends(batches: list) -> list:
+    """The first and the last: those between have as many tokens, about."""
+    return batches[:1] + batches[1:][-1:]
 
 
 def cut(samples: Sequence, lengths: Sequence[int], count: int) -> list[Sequence]:

@@ -144,7 +144,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class _Laid:
+class _Layout:
     """A step's columns in a host's memory, from byte `first` to `end`.
 
     sizes       of the columns
@@ -261,7 +261,7 @@ class Buffers:
 
     def _lay(
         self, step: Step | None, body: Body, head: Head | None, ids: Callable | None, follow: Follow | None
-    ) -> tuple[Host, _Laid]:
+    ) -> tuple[Host, _Layout]:
         if not self._free:
             self._free.append(Host(self._size, self._draws, self.device))
             self._hosts += self._free
@@ -339,9 +339,9 @@ class Buffers:
             host.bytes[numbers : numbers + 4 * len(pages)].view(np.int32)[:] = pages
         news = (where, pages) if apart and len(pages) else None
         count = 0 if apart else len(pages)
-        return host, _Laid(of_body, to, (body, head), first, end, count, news, behind)
+        return host, _Layout(of_body, to, (body, head), first, end, count, news, behind)
 
-    def _post(self, host: Host, laid: _Laid) -> None:
+    def _post(self, host: Host, laid: _Layout) -> None:
         first, end = laid.first // 8, laid.end // 8
         if laid.follow and not self._kernels:  # what the step before has drawn is there
             follow, apart = laid.follow[0], laid.sizes[0].apart

@@ -48,7 +48,7 @@ class DraftRunner(Runner):
     def numbers_alone(self) -> bool:
         return False
 
-    def follow(self) -> None:
+    def forward_changed(self) -> None:
         """The runner that it is beside has another forward."""
 
     def keep(self, hidden: Tensor, slots: Tensor) -> None:

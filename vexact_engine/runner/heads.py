@@ -64,7 +64,7 @@ class HeadsRunner(DraftRunner):
         head = self._described.head
         return RankedHead(self.handle.model.get_parameter(head.weight), head, self.ranks, self._cut.vocabulary)
 
-    def follow(self) -> None:
+    def forward_changed(self) -> None:
         """The decoder's tensors may lie elsewhere."""
         self.make_forward()
 

@@ -357,7 +357,7 @@ class Runner:
                 self.regions[name].take_in(tensors)
             self.forward, self.path = self._forward()
         if self.beside is not None:
-            self.beside.follow()
+            self.beside.forward_changed()
 
     def rebind(self, spare: Forward | None = None) -> None:
         """The model's tensors lie elsewhere, each one laid out as before: the same forward, of them, or one that was

@@ -168,7 +168,7 @@ class StageRunner(Runner):
             super().draw(head, hidden)
 
     @torch.inference_mode()
-    def settle(self) -> None:
+    def drain(self) -> None:
         """All that was launched is through, and nothing is under way between stages: called on all of them."""
         self._take_back(len(self._owed))
         self.link.finish()

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -94,7 +95,9 @@ class Worker:
                 vx.synchronize(self.device)  # whoever made the weights, on whichever stream
                 self.stream = vx.cuda_stream(self.device)
                 torch.cuda.set_stream(self.stream)
+            begin = time.perf_counter()
             self._handle = vx.patch.hf(model, **config.patch_options, training=False)
+            log.info("model patched in %.1f s", time.perf_counter() - begin)
             self._stack.callback(self._handle.undo)
             if draft is not None and draft.prefix:
                 self._stack.enter_context(_owned(draft.module))
@@ -219,7 +222,7 @@ class Worker:
         apply_update(plan)
         self.adopt()
 
-    takes_aside = True
+    takes_in_caller = True
 
     def make_copy(self, device: torch.device | str | None) -> Places:
         """A second copy of the weights' memory, which holds nothing yet."""

@@ -267,8 +267,9 @@ class Answers:
             found["top_logprobs"] = []
             for token, value, top in zip(ids, values, tops):
                 named: dict[str, float | None] = {}
-                for other, its in (*_first(top, self.wanted.top).items(), (token, value)):  # its own is always there
+                for other, its in _first(top, self.wanted.top).items():
                     named.setdefault(self._name(other)[0], _number(its))
+                named[self._name(token)[0]] = _number(value)  # always there, whoever else has that text
                 found["top_logprobs"].append(None if value is None else named)
         return found
 

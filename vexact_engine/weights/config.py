@@ -9,6 +9,12 @@ from collections.abc import Iterator
 from vexact_ops.patch import WITH_IMAGES
 
 
+def import_transformers() -> None:
+    """What every causal language model of transformers' imports, which takes seconds."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401
+    from transformers.generation import GenerationMixin  # noqa: F401
+
+
 def read_config(name: str, label: str | None = None, **options):
     """The config of a causal language model, or of one of images (auto_class).
 

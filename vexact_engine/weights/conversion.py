@@ -22,11 +22,12 @@ from .names import hint
 log = logging.getLogger(__name__)
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Tensors that say how to read others: of quantised weights, and of adapters.
+# Tensors that say how to read others: of quantised, pruned and normalised weights, and of adapters.
 _MEANS_MORE = re.compile(
     r"(?:^|\.)(?:weight_scale\w*|\w+_scale_inv|input_scale|scales?|zeros?|qweight|qzeros|g_idx|absmax|quant_map"
     r"|quant_state\w*|weight_packed|weight_shape|weight_zero_point|SCB|codebooks?|\w+_proj_(?:scales|blocks)"
-    r"|lora_\w+)(?:\.|$)"
+    r"|(?:pre_quant|act|smooth)_scales?|weight_(?:g|v|mask|orig)|prompt_embeddings"
+    r"|lora_\w+|ia3_l|b?oft_\w+|vera_\w+|lokr_\w+|hada_\w+)(?:\.|$)"
 )
 
 

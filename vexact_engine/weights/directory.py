@@ -126,6 +126,52 @@ def _check_config(file: Path, config: Mapping) -> None:
             raise ValueError(f"weights: {file}: {name}: dtype: got {kind!r}, expected a dtype of torch's, or none")
     if config.get("fusion_config"):
         raise ValueError(f"weights: {file}: fusion_config: fused modules are not read: take it out")
+    for name, part in {"": config, **{name: part for name, part in config.items() if name.endswith("_config")}}.items():
+        if isinstance(part, Mapping):
+            _check_rope(f"{file}: {name}: " if name else f"{file}: ", part)
+            _check_windows(f"{file}: {name}: " if name else f"{file}: ", part)
+
+
+def _check_rope(where: str, config: Mapping) -> None:
+    """A rotation is said once. Where rope_parameters is there, as transformers 5 writes it, a rope_theta beside it is
+    not read; and a rope_scaling is read in its place, with the family's own rope_theta where it names none."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not rope:
+        return
+    kinds = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]  # one for each type of layer
+    for key in ("rope_theta", "partial_rotary_factor"):
+        given, counts = config.get(key), [part[key] for part in kinds if part.get(key) is not None]
+        if given is not None and counts and given not in counts:
+            raise ValueError(
+                f"weights: {where}{key}: got {given!r} beside rope_parameters, where it is {counts[0]!r} and which "
+                "alone is read: take one of them out"
+            )
+    scaling = config.get("rope_scaling")
+    if not isinstance(scaling, Mapping) or not scaling or kinds[0] is not rope:
+        return
+    read = {
+        "rope_theta": config.get("rope_theta"),
+        **scaling,
+        "rope_type": scaling.get("rope_type", scaling.get("type")),
+    }
+    others = {key for key in {*rope, *read} - {"type"} if key in rope and rope[key] != read.get(key)}
+    if others:
+        raise ValueError(
+            f"weights: {where}rope_scaling: got one beside rope_parameters, in whose place it would be read, with "
+            f"another {', '.join(sorted(others))}: write what it says into rope_parameters"
+        )
+
+
+def _check_windows(where: str, config: Mapping) -> None:
+    """Of Qwen's switch: where layer_types is there, as transformers 5 writes it, that alone is read."""
+    kinds, full = config.get("layer_types"), config.get("max_window_layers")
+    if not isinstance(kinds, list) or not isinstance(full, int) or not config.get("sliding_window"):
+        return
+    if config.get("use_sliding_window") is True and full < len(kinds) and "sliding_attention" not in kinds:
+        raise ValueError(
+            f"weights: {where}use_sliding_window: got True beside layer_types, which alone is read and has no "
+            "'sliding_attention': write the layers with a window into it, or take one of them out"
+        )
 
 
 def _files(path: Path, config: Mapping) -> tuple[tuple[Path, ...], dict[str, Path]]:

@@ -21,7 +21,7 @@ from .config import auto_class, explain, quiet, read_config
 from .conversion import fit
 from .directory import read_directory, some
 from .generation import tell_unread
-from .gguf import check_gguf
+from .gguf import check_file, check_gguf, read_once
 from .hub import snapshot
 from .mxfp4 import is_mxfp4
 from .processors import NONE, Processors, load_processors
@@ -95,11 +95,12 @@ def load(
         name = os.fspath(source)
         path = _found(name)
         kind = dtype or torch.bfloat16
-        model = _load_gguf(path, kind) if path.is_file() else _load_directory(path, name, kind, images)
-        with meanwhile(model, torch.device(device)) if meanwhile else nullcontext():
-            model = model.to(device)
-            model.requires_grad_(False)
-            tokenizer = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
+        with read_once() if path.is_file() else nullcontext():
+            model = _load_gguf(path, kind) if path.is_file() else _load_directory(path, name, kind, images)
+            with meanwhile(model, torch.device(device)) if meanwhile else nullcontext():
+                model = model.to(device)
+                model.requires_grad_(False)
+                tokenizer = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
         if model.config.model_type in WITH_IMAGES:
             processors = load_processors(path, name)
     if tokenizer is False or isinstance(tokenizer, str | os.PathLike):
@@ -276,11 +277,14 @@ def _words(problem) -> list[str]:
 def _load_gguf(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     import transformers
 
+    check_file(path)
     options: dict[str, Any] = {"gguf_file": path.name}
     if hasattr(transformers, "GgufConfig"):  # where it exists, blocks might otherwise stay packed
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = _from_pretrained(str(path.parent), dtype, str(path), False, **options)
-    check_gguf(path, model)
+    ends = check_gguf(path, model)
+    if ends and model.generation_config is not None:
+        model.generation_config.eos_token_id = ends
     return model
 
 

@@ -17,6 +17,7 @@ from .hub import snapshot
 
 log = logging.getLogger(__name__)
 
+_TEMPLATE = "chat_template.jinja"
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -47,13 +48,13 @@ def load_tokenizer(source: "str | os.PathLike", tokenizer: Any = None, *, trust_
 def _beside(name: str, trust: bool) -> Any:
     path = Path(name).expanduser()
     if path.is_file():
-        return _made(str(path.parent), str(path), trust, gguf_file=path.name)
+        return _of_gguf(path, trust)
     if not path.is_dir():
         path = snapshot(name)
     check_kinds(path)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1 and not (path / "config.json").exists():
-        return _made(str(path), str(ggufs[0]), trust, gguf_file=ggufs[0].name)
+        return _of_gguf(ggufs[0], trust)
     if not any((path / file).exists() for file in FILES):
         return None
     if not trust and (code := _own_code(path)):
@@ -63,18 +64,43 @@ def _beside(name: str, trust: bool) -> Any:
             "takes another one", name, code,
         )  # fmt: skip
         return None
-    return _made(str(path), name, trust)
+    made = _made(str(path), name, trust)
+    said, reads = _config(path).get("chat_template"), getattr(made, "chat_template", None)
+    both = (path / _TEMPLATE).exists() and isinstance(said, str) and isinstance(reads, str)
+    if both and said.strip() not in ("", reads.strip()):
+        log.warning(
+            "weights: %s: chat_template: that of %s is read, as transformers does, and not tokenizer_config.json's, "
+            "which is another", name, _TEMPLATE,
+        )  # fmt: skip
+    return made
+
+
+def _of_gguf(path: Path, trust: bool) -> Any:
+    from .gguf import tokenized_otherwise
+
+    made = _made(str(path.parent), str(path), trust, gguf_file=path.name)
+    if left := tokenized_otherwise(path, made):
+        log.warning(
+            "weights: %s: transformers, which reads its tokenizer, passes over %s: texts may get other token ids than "
+            "the model was made for; token ids as prompts stay as they are. tokenizer= (--tokenizer) takes another "
+            "one", path, "; ".join(left),
+        )  # fmt: skip
+    return made
+
+
+def _config(path: Path) -> dict:
+    try:
+        found = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # whoever loads it says what is wrong
+    return found if isinstance(found, dict) else {}
 
 
 def _own_code(path: Path) -> str:
     """What tokenizer_config.json names of the directory's own Python, where that is no class of transformers; or ""."""
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-    try:
-        config = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return ""  # whoever loads it says what is wrong
-    config = config if isinstance(config, dict) else {}
+    config = _config(path)
     places = config.get("auto_map")
     named = places.get("AutoTokenizer") if isinstance(places, dict) else places
     kind = config.get("tokenizer_class")

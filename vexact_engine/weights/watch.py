@@ -1,5 +1,5 @@
 """Notices that somebody else has written into a model's tensors, put others in their place, hung hooks on it, set a
-forward of a module's own, or switched adapters."""
+forward or a class of a module's own, or switched adapters."""
 
 import operator
 from itertools import repeat
@@ -40,6 +40,7 @@ class Watch:
         self._counting = [t for t in self._tensors if not t.is_inference()]  # others know no version
         self._pointers = list(map(_pointer, self._tensors))
         self._versions = list(map(_version, self._counting))
+        self._modules, self._classes = modules, list(map(type, modules))
         self._own = list(map(vars, modules))
         self._forwards = list(map(dict.get, self._own, repeat("forward")))
         self._adapted = [own for own in self._own if "_active_adapter" in own]
@@ -63,11 +64,13 @@ class Watch:
 
     def changed(self) -> str:
         """Nothing where all is as noted, "written" where values have changed, "replaced" where a tensor is another, has
-        come or gone, other hooks take part in the modules' forwards, a module has another forward, or adapters were
-        switched."""
+        come or gone, other hooks take part in the modules' forwards, a module has another forward or class, or adapters
+        were switched."""
         if any(self._empty) or list(map(tuple, self._hooked)) != self._hung:
             return "replaced"
         if not all(map(operator.is_, map(dict.get, self._own, repeat("forward")), self._forwards)):
+            return "replaced"
+        if list(map(type, self._modules)) != self._classes:
             return "replaced"
         if self._adapted and self._switches() != self._switched:
             return "replaced"

@@ -46,6 +46,7 @@ __all__ = [
     "decisions",
     "must_admit",
     "race_on_gpu",
+    "without_races",
 ]
 
 
@@ -177,7 +178,13 @@ def must_admit() -> Iterator[None]:
 @contextlib.contextmanager
 def without_races() -> Iterator[None]:
     """In a with block, of this thread: what would have to be timed is left to whoever asks next, for other work goes on
-    beside. Its decision is the canonical kernel, and not final."""
+    beside. The canonical kernel serves until then.
+
+    example
+    >>> with vx.without_races():
+    ...     vx.linear(torch.ones(2, 8), torch.ones(4, 8)).shape
+    torch.Size([2, 4])
+    """
     token = _races.set(False)
     try:
         yield

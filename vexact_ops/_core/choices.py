@@ -5,6 +5,7 @@ Of this machine it is in the user's cache directory; of other GPUs of its kind i
 here is verified as any other, and a name that nobody knows is as none. VEXACT_CHOICES=0 times everything anew.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,7 +17,7 @@ import torch
 
 from . import digest, disk, gpu
 
-__all__ = ["kernel", "recall", "record", "remember", "shipped"]
+__all__ = ["collected", "kernel", "recall", "record", "remember", "shipped"]
 
 FOLDER = Path(__file__).parent / "chosen"
 KERNELS = "kernels"
@@ -63,13 +64,25 @@ def remember(kind: str, about: str, device: torch.device | str, chosen: object) 
 
 
 def record(kind: str, about: str, chosen: object) -> None:
-    """Note it for whoever writes what is shipped."""
+    """Note it for whoever writes what is shipped: of this process, and in $VEXACT_RECORD, a folder, of many."""
     _noted.setdefault(kind, {})[about] = chosen
+    if folder := os.environ.get("VEXACT_RECORD"):
+        with contextlib.suppress(OSError), open(Path(folder, f"{os.getpid()}.jsonl"), "a", encoding="utf-8") as file:
+            file.write(json.dumps([kind, about, chosen]) + "\n")
 
 
 def recorded() -> dict[str, dict[str, object]]:
     """All that was noted in this process."""
     return {kind: dict(sorted(of.items())) for kind, of in sorted(_noted.items())}
+
+
+def collected(folder: str | Path) -> dict[str, dict[str, object]]:
+    """All that processes have noted in $VEXACT_RECORD, of each the newest."""
+    found: dict[str, dict[str, object]] = {}
+    for path in sorted(Path(folder).glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
+        for kind, about, chosen in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            found.setdefault(kind, {})[about] = chosen
+    return found
 
 
 def kernel(key: str, device: torch.device) -> str | None:

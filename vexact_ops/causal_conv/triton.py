@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, cdiv, next_power_of_2, on, sum_rows
+from .._core.triton import OPTIONS, begin_beside, cdiv, early, next_power_of_2, on, sum_rows
 from ..silu_mul.triton import gate_slope, sigmoid
 
 SEQUENCES = 128  # looked through at a time; no bit depends on it
@@ -112,6 +112,56 @@ def _store_kernel(
         value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=keep, other=0.0)
         place = (length - 1 - back) & (RING - 1)
         tl.store(taps + slot.to(tl.int64) * slot_stride + place * D + column, value, mask=keep)
+
+
+@triton.jit
+def _tap(weight, column, there, w, W: tl.constexpr, PACKED: tl.constexpr):
+    """Tap w of these columns, fp32. PACKED: a column's four lie in eight bytes, which are loaded as one, for columns
+    that follow each other; one at a time each would be a request of its own."""
+    if PACKED:
+        four = tl.load(weight.to(tl.pointer_type(tl.int64)) + column, mask=there, other=0)
+        return (four >> (16 * w)).to(tl.int16).to(weight.dtype.element_ty, bitcast=True).to(tl.float32)
+    else:
+        return tl.load(weight + column * W + w, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=PER_CALL)
+def _step_kernel(
+    x, weight, bias, y, offsets, taps, slots, lens, tokens, slot_count, x_stride, slot_stride,
+    D: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """_fwd_kernel and _store_kernel of a call with about a row a sequence: a program has all rows of one sequence, so
+    that it reads of the ring what it then overwrites, and no row looks for its sequence."""
+    begin_beside(PDL)
+    sequence = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < D
+    begin = tl.maximum(tl.load(offsets + sequence), 0)
+    end = tl.minimum(tl.load(offsets + sequence + 1), tokens)
+    slot, length = tl.load(slots + sequence), tl.load(lens + sequence)
+    known = (slot >= 0) & (slot < slot_count)
+    ring = taps + tl.where(known, slot, 0).to(tl.int64) * slot_stride + column
+    first = length - (end - begin)
+    for row in range(begin, end):
+        acc = tl.zeros([BLOCK], tl.float32)
+        for w in tl.static_range(W):  # order: taps from the oldest to the newest, one accumulator
+            at = row - (W - 1 - w)
+            own, position = at >= begin, first + (at - begin)
+            new = tl.load(x + tl.cast(at, tl.int64) * x_stride + column, mask=there & own, other=0.0)
+            held = known & (at < begin) & (position >= 0)
+            old = tl.load(ring + (position & (RING - 1)) * D, mask=there & held, other=0.0)
+            acc = tl.fma(_tap(weight, column, there, w, W, PACKED), tl.where(own, new, old).to(tl.float32), acc)
+        if BIAS:
+            acc += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
+        if SILU:
+            s, _ = sigmoid(acc, False)
+            acc = acc * s
+        tl.store(y + tl.cast(row, tl.int64) * D + column, acc.to(y.dtype.element_ty), mask=there)
+    tl.debug_barrier()  # what other threads have read of the ring is overwritten
+    for row in range(tl.maximum(begin, end - RING), end):
+        value = tl.load(x + tl.cast(row, tl.int64) * x_stride + column, mask=there & known, other=0.0)
+        tl.store(ring + ((length - (end - row)) & (RING - 1)) * D, value, mask=there & known)
 
 
 @triton.jit
@@ -219,6 +269,9 @@ def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, silu) ->
     tokens, channels = x.shape
     if x.numel() == 0 or slots.numel() == 0:
         return y
+    if tokens == slots.shape[0]:  # a row each, as a rule, and right if not
+        _step(x, weight.contiguous(), _flat(bias), y, taps, slots, context_lens, cu_seqlens_q, silu)
+        return y
     with on(x):
         _launch(x, weight.contiguous(), _flat(bias), y, cu_seqlens_q, taps, slots, context_lens, silu)
         block = 512 if channels >= 512 else next_power_of_2(max(channels, 16))
@@ -227,6 +280,18 @@ def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, silu) ->
             taps.stride(0), D=channels, RING=taps.shape[1], BLOCK=block, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return y
+
+
+def _step(x, weight, bias, y, taps, slots, lens, offsets, silu) -> None:
+    (tokens, channels), width = x.shape, weight.shape[1]
+    block = min(1024 if tokens >= 64 else 256, next_power_of_2(max(channels, 16)))
+    packed = (width, weight.element_size()) == (4, 2) and weight.data_ptr() % 8 == 0
+    with on(x):
+        _step_kernel[slots.shape[0], cdiv(channels, block)](
+            x, weight, weight if bias is None else bias, y, offsets, taps, slots, lens, tokens, taps.shape[0],
+            x.stride(0), taps.stride(0), D=channels, W=width, RING=taps.shape[1], BIAS=bias is not None, SILU=silu,
+            PACKED=packed, BLOCK=block, num_warps=4 if block > 256 else 1, **OPTIONS, **early(x),
+        )  # fmt: skip
 
 
 def varlen_bwd(dy, x, weight, bias, cu_seqlens, silu):

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, block, cdiv, exp, exp_down, log, on, sum_rows, tree_sum
+from .._core.triton import OPTIONS, begin_beside, block, cdiv, early, exp, exp_down, log, on, sum_rows, tree_sum
 from ..silu_mul.triton import sigmoid
 
 
@@ -21,8 +21,10 @@ def _softplus(x):
 
 @triton.jit(do_not_specialize=["rows"])
 def _fwd_kernel(
-    a, b, a_log, dt_bias, g, beta, rows, a_stride, b_stride, H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+    a, b, a_log, dt_bias, g, beta, rows, a_stride, b_stride,
+    H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin_beside(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     head = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (head < H)
@@ -67,8 +69,9 @@ def delta_gates_fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, g: Ten
     if a.numel():
         with on(a):
             _fwd_kernel[(cdiv(a.shape[0], 4),)](
-                a, b, a_log, dt_bias, g, beta, a.shape[0], a.stride(0), b.stride(0), ROWS=4, **_heads(a), **OPTIONS
-            )
+                a, b, a_log, dt_bias, g, beta, a.shape[0], a.stride(0), b.stride(0),
+                ROWS=4, **_heads(a), **OPTIONS, **early(a),
+            )  # fmt: skip
 
 
 def delta_gates_bwd(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor):

@@ -177,6 +177,8 @@ def route(product: "Product") -> Decision:
         reason = reason or "too small to be worth the time to verify other kernels"
     if reason:
         return canonical_by_rule(TRITON, reason)
+    if product.top > LARGEST and not (largest := route(replace(product, top=LARGEST))).final:
+        return largest  # what it verifies is not chosen yet
     decision = admitted(product.proposal(), product.device)
     if product not in _tuned:
         return decision

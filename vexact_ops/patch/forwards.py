@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import vexact_ops as vx
 
-from . import batch, images, whole
+from . import batch, images, prompt_learning, whole
 
 CACHES = ("cache", "past_key_values")  # a model's cache, as transformers calls it from 5.24 on, and as it did before
 LAYERS_CACHE = "layer_past"  # as some layers hand it to their attention; attend sees whether it has come
@@ -219,6 +219,14 @@ def scaled(patch, hidden: Tensor) -> Tensor:
     return hidden if patch.scale == 1 else hidden / patch.scale  # exact: a power of two
 
 
+def noted_call(patch, input_ids: Tensor | None, out):
+    """While the model is tried: what its forward was called with and what it returns, before hooks on the whole model
+    make others of that (plan.py refuses those)."""
+    if patch.seen is not None:
+        patch.call = input_ids, out.logits, out.logits._version
+    return out
+
+
 def noted(forward: Callable) -> Callable:
     """The output layer's forward; what it returns is kept until through_head has seen what its hooks made of it."""
 
@@ -313,6 +321,8 @@ def causal_forward(
         "pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "mm_token_type_ids": mm_token_type_ids
     }  # fmt: skip
     kwargs |= {name: value for name, value in of_images.items() if value is not None}
+    if vexact_score is not None:
+        prompt_learning.check(patch, "log-probabilities")
     if labels is not None and patch.ulysses is not None:
         raise ValueError("labels: got some under sequence_parallel, expected vexact_score of each rank's own rows")
     if kwargs.pop("output_router_logits", None):
@@ -345,13 +355,14 @@ def causal_forward(
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
     elif labels is not None:
         loss = _loss_of(patch, hidden, labels, **kwargs)
-    return CausalLMOutputWithPast(
+    out = CausalLMOutputWithPast(
         loss=loss,
         logits=logits,
         hidden_states=out.hidden_states,
         attentions=out.attentions,
         **{patch.cache: getattr(out, patch.cache)},
     )
+    return noted_call(patch, input_ids, out)
 
 
 @functools.cache
@@ -431,13 +442,14 @@ def classifier_forward(
     loss = None
     if labels is not None:
         loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-    return SequenceClassifierOutputWithPast(
+    out = SequenceClassifierOutputWithPast(
         loss=loss,
         logits=logits,
         hidden_states=out.hidden_states,
         attentions=out.attentions,
         past_key_values=getattr(out, patch.cache),
     )
+    return noted_call(patch, input_ids, out)
 
 
 def _taken(loss: Callable, kwargs: dict) -> dict:
@@ -478,7 +490,8 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
                 "MixedPrecisionPolicy, or give Score(..., kept=True) and read its values in place of what is returned"
             )
         asked.values = values
-    return values
+    asked.made = tuple(map(id, values))
+    return batch.Values(*values) if patch.unjudged_hook() else values
 
 
 def next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

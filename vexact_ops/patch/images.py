@@ -101,15 +101,10 @@ def check_pixels(op: str, pixel_values: Tensor, width: int, name: str = "pixel_v
         )
 
 
-def encode(
-    vision: Vision, model: nn.Module, pixel_values: Tensor, grids: tuple[Grid, ...], device: torch.device | None = None
-) -> Encoded:
-    """The tower's rows of some images, one after another. Patches may lie where a processor has made them: trainers
-    that wrap no model (VeOmni's on one rank) bring tokens to the GPU and leave patches on the host."""
+def encode(vision: Vision, model: nn.Module, pixel_values: Tensor, grids: tuple[Grid, ...]) -> Encoded:
+    """The tower's rows of some images, one after another."""
     tower = model._modules[vision.tower]
-    if device is None and pixel_values.device.type == "cpu":
-        device = next(tower.parameters()).device
-    out = tower(pixel_values.to(device or pixel_values.device, tower.dtype), grid_thw=grids, return_dict=True)
+    out = tower(pixel_values.to(tower.dtype), grid_thw=grids, return_dict=True)
     return Encoded(out.pooler_output, tuple(getattr(out, "deepstack_features", None) or ()))
 
 
@@ -131,7 +126,7 @@ def of_nothing(vision: Vision, model: nn.Module, device: torch.device) -> tuple[
     same place, and a batch of one may have no image."""
     side = 2 * vision.merge
     nothing = torch.zeros(side * side, vision.width, dtype=torch.float32, device=device)
-    made = encode(vision, model, nothing, ((1, side, side),), device)
+    made = encode(vision, model, nothing, ((1, side, side),))
     return made.rows, *made.deepstack
 
 
@@ -171,8 +166,9 @@ def images_of(
         clips = clips_of(vision, type(model).__name__, video[1], given.get("second_per_grid_ts"))
         waiting[vision.video] = Waiting("video", clips)
     # At once: ranks that share the tower's weights call it equally often, whatever each of them has.
+    # Trainers that wrap no model (VeOmni's on one rank) bring tokens to the GPU and leave patches on the host.
     patched = torch.cat([pixels.to(ids.device) for pixels, _ in both])
-    made = encode(vision, model, patched, sum((grids for _, grids in both), ()), ids.device)
+    made = encode(vision, model, patched, sum((grids for _, grids in both), ()))
     if video is None:
         return made, waiting
     where = ids == vision.video

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .._core.backend import BackendUnavailable
 from . import audit, lora, pieces
@@ -19,7 +20,6 @@ from .pieces import NotCovered
 from .recognise import INNER, Facts, Keep, Replace, cache_name, check_own_forward, recognise
 
 if TYPE_CHECKING:
-    from .images import Vision
     from .state import Patch
 
 _KNOWN_KWARGS = {
@@ -85,6 +85,7 @@ def find(patch: "Patch") -> None:
             continue
         try:
             check_own_forward(module)
+            pieces.check_plain(module)
             if id(module) in patch.inner and any(hooks_of(module)):
                 raise NotCovered("it has a hook that would not run, for its block computes what it would: take it off")
             if id(module) in placed:
@@ -99,6 +100,13 @@ def find(patch: "Patch") -> None:
         patch.refuse("", model, "its rotary tables are laid out in another way than its attention takes them")
     if patch.options["latent"] and not any(row.note == "latent" for row in patch.report):
         patch.refuse("", model, "latent: no attention of it is latent")
+
+
+def around_the_whole(patch: "Patch") -> tuple[int, ...]:
+    """Hooks on the whole model, by number: those that neither FSDP2 has put there nor the decoder's own call runs."""
+    if patch.model is patch.base or isinstance(patch.model, FSDPModule):
+        return ()
+    return *patch.model._forward_pre_hooks, *patch.model._forward_hooks
 
 
 def hooks_of(module: nn.Module) -> tuple[dict, ...]:
@@ -204,7 +212,7 @@ def check_runs(patch: "Patch") -> None:
     refused = {path for path, _, _ in patch.problems}
     patch.seen = []
     try:
-        call = functools.partial(_small_call, vision=patch.vision)
+        call = functools.partial(_small_call, patch=patch)
         found = audit.run(patch.model, {id(m): path for path, m in modules.items()}, call, patch.trains)
     except BackendUnavailable:  # no fault of the model's
         raise
@@ -261,7 +269,8 @@ def _blame(error: BaseException, paths: dict[int, str]) -> str:
     return path
 
 
-def _small_call(model: nn.Module, ids: Tensor, vision: "Vision | None"):
+def _small_call(model: nn.Module, ids: Tensor, patch: "Patch"):
+    vision = patch.vision
     if vision is not None:
         side, device = 2 * vision.merge, ids.device
         row = torch.full((1, 6), vision.token, dtype=torch.int64, device=device)
@@ -276,7 +285,18 @@ def _small_call(model: nn.Module, ids: Tensor, vision: "Vision | None"):
             image_grid_thw=((1, side, side),),
             use_cache=False,
         )
-    return model(input_ids=ids, use_cache=False)
+    out = model(input_ids=ids, use_cache=False)
+    if patch.call is not None:
+        (called, made, writes), patch.call = patch.call, None
+        other = "is called with" if called is not ids or ids._version else ""
+        if getattr(out, "logits", None) is not made or made._version != writes:
+            other = "returns"
+        if other:
+            raise NotCovered(
+                f"a hook on it changes what the whole model {other}: log-probabilities are formed inside that call, "
+                "and an engine makes none: take the hook off"
+            )
+    return out
 
 
 def _attention_problems(config, module: nn.Module, place: int, window: int | None, kwargs: dict) -> Iterator[str]:

@@ -191,17 +191,21 @@ def _gated_fwd_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (row < rows)[:, None]
     lanes = tl.zeros([ROWS, BLOCK], tl.float32)
+    gate_row = row // HEADS * gate_stride + row % HEADS * N
     for start in tl.static_range(0, N, BLOCK):
         h = _load(x, row, x_stride, start, live, N, BLOCK)
         lanes += h * h  # order: blocks of columns are added lane by lane, ascending; the lanes in a tree
+    if N <= BLOCK:  # on its way while the squares are summed: behind the sum's barriers it would be waited for again
+        g = _load(gate, gate_row, 1, 0, live, N, BLOCK)
+        w = _weight(weight, 0, False, N, BLOCK)
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(lanes), float(N)) + eps))
     tl.store(rstd + row[:, None], scale, mask=live)
-    gate_row = row // HEADS * gate_stride + row % HEADS * N
     for start in tl.static_range(0, N, BLOCK):
         if N > BLOCK:
             h = _load(x, row, x_stride, start, live, N, BLOCK)
-        normed = (h * scale).to(x.dtype.element_ty).to(tl.float32) * _weight(weight, start, False, N, BLOCK)
-        g = _load(gate, gate_row, 1, start, live, N, BLOCK)
+            g = _load(gate, gate_row, 1, start, live, N, BLOCK)
+            w = _weight(weight, start, False, N, BLOCK)
+        normed = (h * scale).to(x.dtype.element_ty).to(tl.float32) * w
         _store(y, normed.to(x.dtype.element_ty).to(tl.float32) * _silu(g), row, start, live, N, BLOCK)
 
 

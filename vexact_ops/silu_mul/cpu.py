@@ -14,7 +14,7 @@ def silu_mul_bwd(dy: Tensor, gate: Tensor, up: Tensor, gelu: bool, dgate: Tensor
 
 
 def sigmoid_mul_fwd(x: Tensor, gate: Tensor, y: Tensor) -> None:
-    native.ops().sigmoid_mul_fwd(x, gate, y)
+    native.ops().sigmoid_mul_fwd(x, gate if gate.dim() == 2 else gate.reshape(x.shape), y)
 
 
 def sigmoid_mul_bwd(dy: Tensor, x: Tensor, gate: Tensor, dx: Tensor, dgate: Tensor) -> None:

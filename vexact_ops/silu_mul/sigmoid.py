@@ -11,7 +11,8 @@ def sigmoid_mul(x: Tensor, gate: Tensor, *, backend: str | None = None) -> Tenso
     """sigmoid(gate) * x, the sigmoid and the product each rounded, as Hugging Face's Qwen3.5 and Qwen3-Next do.
 
     x         (..., N) bf16 | fp32, on a GPU also fp16
-    gate      (..., N) in x.dtype, or (..., 1): one gate for all of a row; rows may be strided, as part of a projection
+    gate      (..., N) in x.dtype, or (..., 1): one gate for all of a row; rows may be strided, as part of a projection,
+              and heads (T, H, N) within them
     returns   (..., N) in x.dtype
     bits      elementwise: fp32 inside, sigmoid without cancellation
     grad      x and gate as bits; one gate for a row sums its elements in a fixed order (CPU: 16 lanes, GPU: a tree of
@@ -33,7 +34,15 @@ def sigmoid_mul(x: Tensor, gate: Tensor, *, backend: str | None = None) -> Tenso
     check.same_device(op, x=x, gate=gate)
     backend = ROOM.resolve(x.device, backend)
     check.served(op, "x", x.dtype, backend)
-    return _sigmoid_mul(check.rows(x), check.rows(gate), backend).view(x.shape)
+    rows, gate = (x.flatten(1), gate) if _by_head(x, gate) else (check.rows(x), check.rows(gate))
+    return _sigmoid_mul(rows, gate, backend).view(x.shape)
+
+
+def _by_head(x: Tensor, gate: Tensor) -> bool:
+    """Whether x is (T, H * N) and the gate's heads (T, H, N) can only stay where they are in wider rows."""
+    if gate.dim() != 3 or gate.shape != x.shape or not x.is_contiguous():
+        return False
+    return gate.stride(2) == 1 and gate.stride(0) != gate.shape[1] * gate.stride(1)
 
 
 def _fwd(x: Tensor, gate: Tensor, backend: str):
@@ -43,9 +52,10 @@ def _fwd(x: Tensor, gate: Tensor, backend: str):
 
 
 def _bwd(dy: Tensor, x: Tensor, gate: Tensor, backend: str):
-    dx, dgate = x.new_empty(x.shape), gate.new_empty(gate.shape)
-    ROOM.module(backend).sigmoid_mul_bwd(dy.contiguous(), x, gate, dx, dgate)
-    return dx, dgate
+    dx, rows = x.new_empty(x.shape), gate if gate.dim() == 2 else gate.reshape(x.shape)
+    dgate = gate.new_empty(rows.shape)
+    ROOM.module(backend).sigmoid_mul_bwd(dy.contiguous(), x, rows, dx, dgate)
+    return dx, dgate.view(gate.shape)
 
 
 def _setup(ctx, inputs, output):

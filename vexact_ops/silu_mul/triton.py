@@ -112,12 +112,16 @@ def silu_mul_bwd(dy: Tensor, gate: Tensor, up: Tensor, gelu: bool, dgate: Tensor
 
 @triton.jit
 def _sigmoid_fwd_kernel(
-    x, gate, y, n, x_stride, gate_stride, EACH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x, gate, y, n, x_stride, gate_stride, head_stride, HEAD: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """HEAD: columns of gate that lie side by side; 0: all do."""
     begin(PDL)
     row, column, inside = _place(n, BLOCK)
     v = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     at = column if EACH else column * 0
+    if HEAD:
+        at = column // HEAD * head_stride + column % HEAD
     s, _ = sigmoid(tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32), False)
     s = s.to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + row * n + column, (s * v).to(y.dtype.element_ty), mask=inside)
@@ -159,8 +163,9 @@ def sigmoid_mul_fwd(x: Tensor, gate: Tensor, y: Tensor) -> None:
         tile = _tile(y, rows)
         with on(y):
             _sigmoid_fwd_kernel[(rows, cdiv(n, tile["BLOCK"]))](
-                x, gate, y, n, x.stride(0), gate.stride(0), EACH=_each(x, gate), **tile, **OPTIONS
-            )
+                x, gate, y, n, x.stride(0), gate.stride(0), gate.stride(1),
+                HEAD=0 if gate.dim() == 2 else gate.shape[2], EACH=_each(x, gate), **tile, **OPTIONS,
+            )  # fmt: skip
 
 
 def sigmoid_mul_bwd(dy: Tensor, x: Tensor, gate: Tensor, dx: Tensor, dgate: Tensor) -> None:

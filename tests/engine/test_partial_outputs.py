@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vexact_engine import Engine, EngineConfig, SamplingParams
-from vexact_engine.request import Begun
+from vexact_engine.request import PartialOutput
 
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
 PROMPT = prompts(1, longest=11)[0]
@@ -29,10 +29,10 @@ def whole(engine):
     return streamed(engine, PARAMS)
 
 
-def streamed(engine, params, begun=None):
+def streamed(engine, params, earlier=None):
     """All increments, in order, and the completions."""
     done, news = threading.Event(), []
-    ticket = engine.submit(PROMPT, params, notify=done.set, listen=news.append, begun=begun)
+    ticket = engine.submit(PROMPT, params, notify=done.set, listen=news.append, earlier=earlier)
     assert done.wait(60)
     return news, ticket.result()
 
@@ -40,14 +40,14 @@ def streamed(engine, params, begun=None):
 def after(whole, counts):
     """What was handed on of each sample until it had so many tokens; None: all."""
     news, completions = whole
-    begun = []
+    earlier = []
     for sample, count in enumerate(counts):
         own = [i for i in news if i.index == sample]
         taken = own if count is None else [i for i in own[:count]]
         tokens = sum(len(i.token_ids) for i in taken)
         done = completions[sample]
-        begun.append(
-            Begun(
+        earlier.append(
+            PartialOutput(
                 done.token_ids[:tokens],
                 done.logprobs[:tokens],
                 done.raw_logprobs[:tokens],
@@ -57,27 +57,39 @@ def after(whole, counts):
                 count is None,
             )
         )
-    return begun
+    return earlier
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 23)), min_size=3, max_size=3))
 def test_what_comes_is_what_would_have_come(engine, whole, counts):
-    begun = after(whole, counts)
-    if all(had.done for had in begun):
+    earlier = after(whole, counts)
+    if all(partial.done for partial in earlier):
         return
-    news, completions = streamed(engine, PARAMS, begun)
-    for sample, had in enumerate(begun):
+    news, completions = streamed(engine, PARAMS, earlier)
+    for sample, partial in enumerate(earlier):
         own, expected = [i for i in news if i.index == sample], whole[1][sample]
-        if had.done:
+        if partial.done:
             assert not own and completions[sample] is None
             continue
         assert bits(completions[sample]) == bits(expected)
         assert completions[sample].top_logprobs == expected.top_logprobs
         assert completions[sample].weight_versions == expected.weight_versions
         assert len(completions[sample].metrics.token_times) == 24
-        assert had.token_ids + [t for i in own for t in i.token_ids] == expected.token_ids
-        assert expected.text[: had.sent_text] + "".join(i.text for i in own) == expected.text
-        assert had.logprobs + [p for i in own for p in i.logprobs] == expected.logprobs
+        assert partial.token_ids + [t for i in own for t in i.token_ids] == expected.token_ids
+        assert expected.text[: partial.sent_text] + "".join(i.text for i in own) == expected.text
+        assert partial.logprobs + [p for i in own for p in i.logprobs] == expected.logprobs
+
+
+def test_what_the_prompt_scores_is_of_the_weights_that_drew_the_first_token(engine):
+    """And so of no weights here, where others had it begun."""
+    params = replace(PARAMS, n=1, prompt_logprobs=True, num_prompt_top_logprobs=1)
+    whole = streamed(engine, params)
+    (partial,) = after(whole, [5])
+    partial.prompt_logprobs = [None, *(value - 1 for value in whole[1][0].prompt_logprobs[1:])]
+    partial.prompt_top_logprobs = [None, *({7: -9.0} for _ in PROMPT[1:])]
+    _, (done,) = streamed(engine, params, [partial])
+    assert done.prompt_logprobs == partial.prompt_logprobs and bits(done) == bits(whole[1][0])
+    assert done.prompt_top_logprobs == partial.prompt_top_logprobs
 
 
 def test_a_stop_string_is_looked_for_across_the_break(engine, whole):
@@ -88,19 +100,19 @@ def test_a_stop_string_is_looked_for_across_the_break(engine, whole):
     expected = streamed(engine, params)
     assert expected[1][0].finish_reason == "stop"
     for count in range(len(expected[0])):
-        begun = after(whole, [count, None, None])[:1]
-        begun[0].sent_text = sum(len(i.text) for i in expected[0][:count])
-        _, (again,) = streamed(engine, params, begun)
+        earlier = after(whole, [count, None, None])[:1]
+        earlier[0].sent_text = sum(len(i.text) for i in expected[0][:count])
+        _, (again,) = streamed(engine, params, earlier)
         assert bits(again) == bits(expected[1][0])
 
 
 def test_a_refused_one_says_so_of_what_was_left_alone(engine, whole):
-    begun = after(whole, [None, 3, 4])
+    earlier = after(whole, [None, 3, 4])
     engine.pause("wait")
     first = threading.Event()
     engine.submit(PROMPT, PARAMS, request_id="x", notify=first.set)
     done, news = threading.Event(), []
-    ticket = engine.submit(PROMPT, PARAMS, request_id="x", notify=done.set, listen=news.append, begun=begun)
+    ticket = engine.submit(PROMPT, PARAMS, request_id="x", notify=done.set, listen=news.append, earlier=earlier)
     assert done.wait(60)
     assert [i.index for i in news] == [1, 2] and ticket.result()[0] is None
     assert all("another request of this id" in c.error for c in ticket.result()[1:])
