@@ -16,6 +16,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("peers_open(Tensor handle, int device) -> int");
   m.def("peers_close(int base, bool own, int device) -> ()");
   m.def("peers_gather(Tensor x, Tensor(a!) out, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
+  m.def("peers_gather_packed(Tensor x, Tensor(a!) out, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("peers_place(Tensor? x, Tensor(a!) out, int since, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("peers_norm(Tensor? x, Tensor weight, Tensor residual, Tensor(a!) y, Tensor(b!) added, float eps, bool gemma, bool settled, int since, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
 

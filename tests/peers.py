@@ -59,10 +59,19 @@ def gathers(peers, rank: int, size: int, device) -> None:
         for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.uint8):
             own = values(rank, rows, columns, dtype, seed).to(device)
             wanted = torch.cat([values(r, rows, columns, dtype, seed) for r in range(size)], 1)
-            assert same(peers.gather(own).cpu(), wanted), (rows, columns, dtype)
+            for packed in (False, True) if columns * dtype.itemsize % 16 == 0 else (False,):
+                assert same(peers.gather(own, packed=packed).cpu(), wanted), (rows, columns, dtype, packed)
     shifted = torch.zeros(1 + 4 * 6, dtype=torch.bfloat16, device=device)[1:].view(4, 6)  # off 4-byte boundaries
     shifted.fill_(rank)
     assert same(peers.gather(shifted).cpu(), torch.arange(size).repeat_interleave(6).expand(4, -1).bfloat16())
+    shifted = torch.full((1 + 4 * 8,), rank, dtype=torch.bfloat16, device=device)[1:].view(4, 8)
+    assert same(
+        peers.gather(shifted, packed=True).cpu(), torch.arange(size).repeat_interleave(8).expand(4, -1).bfloat16()
+    )
+    many(peers, rank, size, device)
+    took = peers.race()
+    agreed = peers.gather(torch.tensor([list(took)], dtype=torch.int64, device=device))
+    assert agreed.view(size, -1).eq(agreed.view(size, -1)[0]).all() and len(took) > 5
     stream = vx.cuda_stream(device)
     with torch.cuda.stream(stream):
         x = torch.zeros(33, 64, dtype=torch.float32, device=device)
@@ -79,6 +88,32 @@ def gathers(peers, rank: int, size: int, device) -> None:
             stream.synchronize()
             once = torch.cat([values(r, 33, 64, torch.float32, turn) for r in range(size)], 1)
             assert same(found[0].cpu(), once.repeat(1, size)), turn
+
+
+def many(peers, rank: int, size: int, device) -> None:
+    """More often than a flag of packed lines counts to, each time other columns, in a graph and beside it, more of them
+    than have lines at once."""
+    stream = vx.cuda_stream(device)
+    with torch.cuda.stream(stream):
+        x = torch.empty(9, 1024, dtype=torch.int32, device=device)
+        wide = torch.full((600, 1 << 14), rank, dtype=torch.uint8, device=device)
+        peers.gather(x, packed=True)
+        found = torch.empty(200, 9, size * 1024, dtype=torch.int32, device=device)
+
+        def run():
+            for i in range(200):
+                x.add_(1)
+                found[i].copy_(peers.gather(x, packed=True))
+
+        graph, counted = vx.cuda_graph(run), torch.arange(1, 201, dtype=torch.int32, device=device).view(-1, 1, 1)
+        ranks = torch.arange(size, dtype=torch.int32, device=device).repeat_interleave(1024)
+        for turn in range(4):
+            x.fill_(turn - 2 + (rank << 24))
+            graph()
+            whole = peers.gather(wide, packed=True)
+            stream.synchronize()
+            assert torch.equal(found, (turn - 2 + counted + (ranks << 24)).expand_as(found)), turn
+            assert torch.equal(whole, ranks[::1024].repeat_interleave(1 << 14).to(torch.uint8).expand_as(whole)), turn
 
 
 def sent(peers, rank: int, size: int, device) -> None:
@@ -152,6 +187,7 @@ def main() -> None:
 
     late = {
         "late": lambda x: peers.gather(x),
+        "late, packed": lambda x: peers.gather(x, packed=True),
         "late, received": lambda x: peers.receive(x),
         "late, normed": lambda x: vx.rmsnorm_gather(x, x.new_ones(16), 1e-6, x.new_zeros(1, 16), peers)[0],
     }

@@ -4,13 +4,14 @@ cannot be reached, is named. On one GPU two processes share it."""
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import vexact_ops as vx
-from vexact_ops._core import native
+from vexact_ops._core import native, peers
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -51,7 +52,7 @@ def test_what_is_sent_is_what_one_gpu_computes(size, tmp_path):
 
 @GPU
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["late", "late, received", "late, normed"])
+@pytest.mark.parametrize("how", ["late", "late, packed", "late, received", "late, normed"])
 def test_a_rank_that_does_not_come_is_named(how, tmp_path):
     assert [done.stdout for done in run(tmp_path, 2, how)] == ["", "missing: 0\n"]
 
@@ -79,6 +80,8 @@ def test_what_is_no_number_of_its_kind_is_no_address():
             ops.peers_gather(x.to(other), out, bases, 0, 1, missing)
     with pytest.raises(RuntimeError, match="missing: expected int32"):
         ops.peers_gather(x, out, bases, 0, 1, missing.long())
+    with pytest.raises(RuntimeError, match="expected contiguous bytes, 16 and 16 of them"):
+        ops.peers_gather_packed(x, out, bases, 0, 1, missing)
     with pytest.raises(RuntimeError, match="2 to 8 ranks"):
         ops.peers_take(words, 9, 0)
 
@@ -87,3 +90,66 @@ def test_sizes_are_refused():
     for rank, size in ((0, 1), (0, 9), (2, 2), (-1, 2)):
         with pytest.raises(ValueError, match=f"Peers: got rank {rank} of {size}, expected one of 2 to 8"):
             vx.Peers(rank, size, torch.device("cuda", 0), lambda data: [data])
+
+
+def of_two(race, monkeypatch) -> list[peers.Peers]:
+    """Two ranks as threads of one process, without a GPU: race(rank, packed, bytes) is what each has measured."""
+    meeting, made = threading.Barrier(2), []
+
+    def times(rivals, rounds, finalists):
+        assert finalists == 0, "what is timed again would not be alike on all ranks"
+        x = rivals[0][0].__defaults__[0]
+        return [race(threading.current_thread().name, by, x.numel()) for by in (False, True)]
+
+    monkeypatch.setattr(peers, "race_on_gpu", times)
+    said: dict[str, bytes] = {}
+
+    def exchange(data: bytes) -> list[bytes]:
+        said[threading.current_thread().name] = data
+        meeting.wait(60)
+        found = [said[name] for name in "01"]
+        meeting.wait(60)
+        return found
+
+    for _ in range(2):
+        one = peers.Peers.__new__(peers.Peers)
+        one.size, one.device, one._exchange = 2, torch.device("cpu"), exchange
+        made.append(one)
+    failed = []
+
+    def run(one: peers.Peers) -> None:
+        try:
+            one.race()
+        except BaseException as error:
+            failed.append(error)
+            meeting.abort()
+
+    threads = [threading.Thread(target=run, args=(one,), name=name) for one, name in zip(made, "01")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return made
+
+
+def test_ranks_take_the_kernel_that_is_faster_on_the_slowest(monkeypatch):
+    """Though each of them has measured other times: or one would wait for what another never sends."""
+
+    def race(rank, packed, size):
+        if packed:
+            return 6.0 if rank == "0" else 7.0
+        return {1 << 20: 8.0, 1 << 22: 9.0}.get(size, 5.0) + (rank == "0") * (size == 1 << 16) * 1.5
+
+    for one in of_two(race, monkeypatch):
+        assert one.packs(256, 4096) and one.packs(300, 4096) and one.packs(1024, 4096)
+        assert not one.packs(16, 4096) and not one.packs(256, 4096 * 2)
+        assert not one.packs(256, 4090)  # no whole units
+        assert not one.sends(256, 2048, torch.bfloat16) and one.sends(64, 2048, torch.bfloat16)
+    assert peers.Peers._packed == frozenset()
+
+
+def test_the_largest_class_stands_for_all_above(monkeypatch):
+    for one in of_two(lambda rank, packed, size: float(packed) if size < 4 << 20 else 1.0 - packed, monkeypatch):
+        assert one.packs(2048, 1 << 15) and one.packs(1024, 4096) and not one.packs(256, 4096)

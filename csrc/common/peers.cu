@@ -1,6 +1,6 @@
 // Columns of ranks side by side, through memory of each other's GPUs. Bytes are moved and nothing is computed.
 //
-// Each rank has one piece of memory that the others write into: what common/sent.cuh says, and behind it
+// Each rank has one piece of memory that the others write into: what common/sent.cuh and common/packed.cuh say, behind that
 //   arrived  (ranks, kBlocks) numbers: up to which round each block of each rank has written here
 //   rounds   (kBlocks) of this rank's own blocks
 //   slots    (2, ranks, kBlocks) of kSlot bytes, in turns
@@ -14,8 +14,9 @@
 
 #include <cstring>
 
-#include "common/chain.cuh"
 #include "common/cuda.h"
+#include "common/join.cuh"
+#include "common/packed.cuh"
 #include "common/receive.cuh"
 #include "common/values.h"
 
@@ -30,8 +31,10 @@ constexpr int64_t kUnit = 8, kFew = kUnit * kLines * kBlocks;  // bytes of a lin
 // As lines they are twice as many on the links, from so many on slower than bytes with one word behind them.
 constexpr int64_t kOnLinks = 1 << 20;
 
+int64_t behind(int ranks) { return sent_bytes(ranks) + packed_bytes(ranks); }
+
 struct Places {
-  char* base[kRanks];  // behind what is sent
+  char* base[kRanks];  // behind what other files keep there
   int rank, ranks;
 };
 
@@ -59,23 +62,6 @@ __device__ uint32_t heard(const uint32_t* where) {
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(round) : "l"(where) : "memory");
   return round;
 }
-// From SM90 on a gather stands in a chain of launches (launch_chained): it is there when the product before it ends, and
-// while it waits for other ranks the product after it asks for its weights. Before this returns it reads nothing.
-__device__ __forceinline__ void let_next_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  sm90::let_kernel_after_start();
-#endif
-}
-__device__ __forceinline__ void await_before() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  sm90::wait_for_kernel_before();
-#endif
-}
-__device__ __forceinline__ void join_chain() {
-  let_next_start();
-  await_before();
-}
-
 // The same as `gather`, of at most as many units as there are lines; `share` of them for a block.
 __global__ void __launch_bounds__(kThreads) gather_few(const uint2* x, uint2* out, uint32_t total, uint32_t width,
                                                        uint32_t share, Places places, int64_t limit, int* missing) {
@@ -328,20 +314,8 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
 }
 
 template <class... Parameters, class... Arguments>
-void launch_threads(void (*kernel)(Parameters...), unsigned grid, int threads, const Tensor& x,
-                    const Arguments&... arguments) {
-  int major = 0;
-  VX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, x.get_device_index()));
-  if (major >= 9)
-    VX_CUDA_CHECK(sm90::launch_chained(kernel, dim3(grid), threads, 0, current_stream(x), arguments...));
-  else
-    kernel<<<grid, threads, 0, current_stream(x)>>>(static_cast<Parameters>(arguments)...);
-  VX_CUDA_CHECK(cudaGetLastError());
-}
-
-template <class... Parameters, class... Arguments>
 void launch_kernel(void (*kernel)(Parameters...), unsigned grid, const Tensor& x, const Arguments&... arguments) {
-  launch_threads(kernel, grid, kThreads, x, arguments...);
+  launch_joined(kernel, grid, kThreads, x, arguments...);
 }
 
 template <class V>
@@ -370,7 +344,7 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   int* const word = mutable_values<int32_t>(missing, "missing", 1);
   if (!rows || !bytes) return;
   Places places{{}, int(rank), int(ranks)};
-  for (int i = 0; i < ranks; ++i) places.base[i] = reinterpret_cast<char*>(where[i]) + sent_bytes(int(ranks));
+  for (int i = 0; i < ranks; ++i) places.base[i] = reinterpret_cast<char*>(where[i]) + behind(int(ranks));
   const DeviceGuard guard = on_device_of(x);
   const uint64_t all = uint64_t(bytes) | uint64_t(data(x)) | uint64_t(data(out));
   const int64_t limit = limit_ms * 1000000;
@@ -416,9 +390,9 @@ void launch_norm(const Norm<T>& a, const Sending& sending, const Receiving& r, c
   while (threads * 8 < a.columns && threads < 1024) threads *= 2;
   const unsigned grid = unsigned(a.rows < kBlocks ? a.rows : kBlocks);
   if (threads * 8 >= a.columns)
-    launch_threads(norm_sent<T, 8>, grid, threads, y, a, sending, r);
+    launch_joined(norm_sent<T, 8>, grid, threads, y, a, sending, r);
   else
-    launch_threads(norm_sent<T, 16>, grid, threads, y, a, sending, r);
+    launch_joined(norm_sent<T, 16>, grid, threads, y, a, sending, r);
 }
 
 // rmsnorm of (T, N) columns of all ranks, sent before or, if they are given, here: this rank's x (T, N / ranks).
@@ -466,7 +440,7 @@ void peers_take(Tensor found, int64_t ranks, int64_t device) {
   int64_t* const words = mutable_values<int64_t>(found, "found", 9);
   STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks, "peers_take: 2 to 8 ranks");
   const DeviceGuard guard(static_cast<int32_t>(device));
-  const size_t size = sent_bytes(int(ranks)) + kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kLines);
+  const size_t size = behind(int(ranks)) + kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kLines);
   void* base = nullptr;
   VX_CUDA_CHECK(cudaMalloc(&base, size));
   static_assert(sizeof(cudaIpcMemHandle_t) == 64);

@@ -174,10 +174,13 @@ class Group:
                 seed = torch.Generator().manual_seed(1000 * self.rank + 10 * count + turn)
                 x = torch.randint(256, (rows, count), dtype=torch.uint8, generator=seed).to(self._device)
                 expected = self.gather(x)
-                differ += not torch.equal(peers.gather(x), expected)
+                for packed in (False,) if count % 16 else (False, True):
+                    differ += not torch.equal(peers.gather(x, packed=packed), expected)
                 differ += not torch.equal(peers.receive(x), expected)
         said = self.gather(torch.tensor([[differ]], dtype=torch.int64, device=self._device))
         if not said.any():
+            took = peers.race()
+            log.info("us of a gather without and with packed lines, by bytes of a rank: %s", took)
             return peers, ""
         peers.close()
         return None, "other bytes came through memory of peers"

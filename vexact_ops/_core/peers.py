@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from . import native
+from .race import race_on_gpu
 
 _MOST_RANKS = 8
 _LINE, _LINES, _NUMBERS = 8, 1 << 17, 128  # as in csrc/common/sent.cuh: bytes of columns in a line, lines, counters
 _COMPUTED = 64  # rows that kernels send as they compute them
 _ON_LINKS = 1 << 20  # bytes: lines are twice as many, from so many on slower than what gather does
+_UNIT = 16  # bytes, as in csrc/common/packed.cuh
+_RACED = range(15, 24)  # classes, by bytes of a rank, of gathers: the last stands for all above
 
 
 class Sent(NamedTuple):
@@ -32,7 +35,7 @@ class Peers:
 
     rank, size  this process among `size`, 2 to 8
     device      its GPU, which the others' must be able to reach (NVLink or PCIe peer access)
-    exchange    called once with some bytes; returns those of every rank, in their order
+    exchange    called with some bytes; returns those of every rank, in their order
     limit       seconds that a gather waits for a rank. After that the process's CUDA context is lost, and `missing`
                 says which rank did not come
 
@@ -54,6 +57,7 @@ class Peers:
             raise ValueError(f"Peers: got rank {rank} of {size}, expected one of 2 to {_MOST_RANKS}")
         self.rank, self.size, self.device = rank, size, device
         self._limit_ms, self._opened, self._taken = int(1e3 * limit), [], 0
+        self._exchange = exchange
         self._bases = torch.zeros(size, dtype=torch.int64)
         self._missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         failure, handle = "", b""
@@ -91,7 +95,8 @@ class Peers:
         """Whether so many rows and columns of each rank may be sent by the kernel that computes them, and received by
         the one that needs them: the same on every rank."""
         size = columns * dtype.itemsize
-        few = rows <= _COMPUTED or rows * size * (self.size - 1) <= _ON_LINKS
+        few = rows * size * (self.size - 1) <= _ON_LINKS and not self.packs(rows, size)
+        few |= rows <= _COMPUTED
         return few and rows > 0 and columns > 0 and size % _LINE == 0 and rows * size <= _LINE * _LINES
 
     @property
@@ -115,16 +120,55 @@ class Peers:
         """places, for how many milliseconds a kernel that receives waits, and where it says for whom in vain."""
         return *self.places, self._limit_ms, self._missing
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, *, packed: bool | None = None) -> Tensor:
         """(T, C) of each rank, alike in shape and dtype -> (T, size * C), the columns in the order of ranks. On the
-        current stream, also in a CUDA graph."""
+        current stream, also in a CUDA graph.
+
+        packed  by lines that are nearly all columns (csrc/common/packed.cuh), or not; None: by what `race` has found
+        raises  ValueError where such lines are asked for, and rows are no multiples of 16 bytes
+        """
         x = x.contiguous()
         rows, columns = x.shape
+        row = columns * x.element_size()
+        if packed and row % _UNIT:
+            raise ValueError(f"Peers.gather: got rows of {row} bytes, expected multiples of {_UNIT} for packed lines")
+        if packed is None:
+            packed = self.packs(rows, row)
+        if packed and x.data_ptr() % _UNIT:
+            x = x.clone()
         out = x.new_empty(rows, self.size * columns)
         if out.numel():
             parts = (t.view(torch.uint8) for t in (x, out))
-            native.ops().peers_gather(*parts, self._bases, self.rank, self._limit_ms, self._missing)
+            by = native.ops().peers_gather_packed if packed else native.ops().peers_gather
+            by(*parts, self._bases, self.rank, self._limit_ms, self._missing)
         return out
+
+    _packed: frozenset[int] = frozenset()  # classes of bytes
+
+    def packs(self, rows: int, row: int) -> bool:
+        """Whether so many rows of so many bytes on each rank are gathered by packed lines: the same on every rank."""
+        size = min((rows * row).bit_length(), _RACED[-1])
+        return size in self._packed and row % _UNIT == 0
+
+    def race(self) -> dict[int, tuple[float, float]]:
+        """From now on each gather takes the kernel that is faster for so many bytes. By all ranks, outside of graphs.
+
+        returns  by the least bytes of a class, microseconds without packed lines and with them, the slowest rank's
+        """
+        took = []
+        for size in _RACED:
+            x = torch.zeros(16, 1 << size - 5, dtype=torch.uint8, device=self.device)
+            calls = min(48, max(4, (1 << 25) >> size))
+            rivals = [[lambda x=x, by=by: self.gather(x, packed=by)] * calls for by in (False, True)]
+            for time in race_on_gpu(rivals, rounds=7, finalists=0):  # finals would not be alike on all ranks
+                if isinstance(time, Exception):
+                    raise time
+                took.append(time)
+        own = torch.tensor(took, dtype=torch.float64).numpy().tobytes()
+        every = [torch.frombuffer(bytearray(data), dtype=torch.float64) for data in self._exchange(own)]
+        slowest = torch.stack(every).amax(0).view(-1, 2).tolist()
+        self._packed = frozenset(size for size, (plain, packed) in zip(_RACED, slowest) if packed < plain)
+        return {1 << size - 1: (plain, packed) for size, (plain, packed) in zip(_RACED, slowest)}
 
     def norm(
         self, x: Tensor | Sent, weight: Tensor, eps: float, residual: Tensor, gemma: bool, settled: bool

@@ -1,0 +1,93 @@
+// Lines that say themselves whether they have come, for fifteen bytes of sixteen on the links (those of common/sent.cuh
+// carry eight). What common/packed.cu sends and receives.
+//
+// The last byte of each of fifteen units of 16 bytes goes into a sixteenth line, and in its place each line has a flag. A
+// line is stored and loaded as one value of 128 bits, so whoever sees the flag has its bytes: they take one way and not
+// two, nobody waits for stores to be through, and there is no fence. A chunk is what 32 lanes send: each of them 15 units,
+// 512 bytes apart, as 16 lines. Its lines are sent all or none, so a flag counts the times that the chunk was sent: the
+// line that lies there has the flag before it, whatever was sent when. Lines lie in two places in turns. Time n + 2 of a
+// chunk may overwrite what time n left: whoever sends it has received n + 1 from all ranks, and each of them had received n
+// before it sent that.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/sent.cuh"
+
+namespace vx {
+
+constexpr int kLanes = 32, kPackedUnits = 15, kPackedLines = kPackedUnits + 1;  // of a lane
+constexpr int kChunk = kLanes * kPackedUnits, kChunkLines = kLanes * kPackedLines;  // units, lines
+constexpr int kAllChunks = 1152;  // of all ranks, in a turn
+
+// A rank's memory: how often each chunk was sent, and its lines: of turn 0 those of each rank, of turn 1 likewise.
+__host__ __device__ constexpr int chunks_of(int ranks) { return kAllChunks / ranks; }
+constexpr int64_t kPackedNumbers = 4 * kAllChunks;
+constexpr int64_t packed_bytes(int ranks) {
+  return kPackedNumbers + 2ll * ranks * chunks_of(ranks) * kChunkLines * int64_t(sizeof(uint4));
+}
+static_assert(kPackedNumbers % 128 == 0 && kSentNumbers % 128 == 0);
+
+struct Packing {
+  char* base[kRanks];  // of each rank, in this process
+  int rank, ranks;
+
+  static Packing of(const Tensor& bases, int64_t rank) {
+    const Sending checked = Sending::of(bases, rank);
+    Packing p{{}, int(rank), checked.ranks};
+    for (int i = 0; i < p.ranks; ++i)
+      p.base[i] = reinterpret_cast<char*>(values<int64_t>(bases, "bases")[i]) + sent_bytes(p.ranks);
+    return p;
+  }
+
+  __device__ __forceinline__ uint32_t* times(int chunk) const { return reinterpret_cast<uint32_t*>(base[rank]) + chunk; }
+  // Of this lane, at rank `at`: what `from` has sent in a turn; the first has last bytes, the others units.
+  __device__ __forceinline__ uint4* lines(int at, int turn, int from, int chunk, int lane) const {
+    const int64_t place = (int64_t(turn) * ranks + from) * chunks_of(ranks) + chunk;
+    return reinterpret_cast<uint4*>(base[at] + kPackedNumbers) + place * kChunkLines + lane;
+  }
+};
+
+// The flag of a chunk that is sent for the `time`th time, from 1 on, where it stands in a line; nothing has that of 0, and
+// two times of a turn that follow each other differ.
+__device__ __forceinline__ uint32_t flag_of(uint32_t time) { return ((time + 1) / 2 & 255u) << 24; }
+__device__ __forceinline__ bool has_flag(uint4 line, uint32_t flag) { return (line.w & 0xff000000u) == flag; }
+__device__ __forceinline__ uint4 with_flag(uint4 unit, uint32_t flag) {
+  unit.w = (unit.w & 0xffffffu) | flag;
+  return unit;
+}
+
+// Byte 15 of each unit, side by side.
+__device__ __forceinline__ uint4 last_bytes(const uint4 (&unit)[kPackedUnits]) {
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < kPackedUnits; ++i) words[i / 4] |= unit[i].w >> 24 << i % 4 * 8;
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+// The unit i of a line, with its last byte back.
+__device__ __forceinline__ uint4 whole(uint4 line, const uint4& last, int i) {
+  const uint32_t word = i < 4 ? last.x : i < 8 ? last.y : i < 12 ? last.z : last.w;
+  line.w = (line.w & 0xffffffu) | (word >> i % 4 * 8) << 24;
+  return line;
+}
+
+__device__ __forceinline__ void store_line(uint4* where, uint4 line) {
+  asm volatile(
+      "{\n.reg .b64 low, high;\n.reg .b128 line;\nmov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\n"
+      "mov.b128 line, {low, high};\nst.relaxed.sys.global.b128 [%0], line;\n}" ::"l"(where),
+      "r"(line.x), "r"(line.y), "r"(line.z), "r"(line.w)
+      : "memory");
+}
+__device__ __forceinline__ uint4 load_line(const uint4* where) {
+  uint4 line;
+  asm volatile(
+      "{\n.reg .b64 low, high;\n.reg .b128 line;\nld.relaxed.sys.global.b128 line, [%4];\n"
+      "mov.b128 {low, high}, line;\nmov.b64 {%0, %1}, low;\nmov.b64 {%2, %3}, high;\n}"
+      : "=r"(line.x), "=r"(line.y), "=r"(line.z), "=r"(line.w)
+      : "l"(where)
+      : "memory");
+  return line;
+}
+
+}  // namespace vx
