@@ -19,6 +19,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("peers_gather_packed(Tensor x, Tensor(a!) out, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("peers_place(Tensor? x, Tensor(a!) out, int since, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("peers_norm(Tensor? x, Tensor weight, Tensor residual, Tensor(a!) y, Tensor(b!) added, float eps, bool gemma, bool settled, int since, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
+  m.def("peers_norm_packed(Tensor x, Tensor weight, Tensor residual, Tensor(a!) y, Tensor(b!) added, float eps, bool gemma, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
 
   // linear
   m.def("linear_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import vexact_ops as vx
+from vexact_ops.rmsnorm import gather
 
 
 def exchange_in(folder: Path, rank: int, size: int):
@@ -135,6 +136,22 @@ def sent(peers, rank: int, size: int, device) -> None:
                 found = vx.rmsnorm_gather(own(x, 1), weight, 1e-6, residual, peers, style=style)
                 expected = vx.rmsnorm(x, weight, 1e-6, residual, style=style)
                 assert all(map(vx.same_bits, found, expected)), (rows, wide, dtype, style)
+    peers._packed = frozenset(range(64))  # as if all classes had won: normed where packed lines of one width come
+    for dtype in (torch.bfloat16, torch.float16):
+        wide = 4096 if size == 2 else 4080
+        for rows in (65, 200, 300, 131):
+            x, residual, weight = new(rows, wide, dtype=dtype), new(rows, wide, dtype=dtype), new(wide, dtype=dtype)
+            for style in ("llama", "gemma", "llama"):
+                assert peers.norms(rows, wide // size, dtype)
+                found = vx.rmsnorm_gather(own(x, 1), weight, 1e-6, residual, peers, style=style)
+                expected = vx.rmsnorm(x, weight, 1e-6, residual, style=style)
+                assert all(map(vx.same_bits, found, expected)), (rows, wide, dtype, style)
+                assert not peers.norms(rows, wide // size - 8, dtype)
+            assert same(peers.receive(own(x, 1)), x)
+    packed_norms = [verdict for key, verdict in gather._verdicts.items() if key[0] is gather._verify_packed]
+    assert packed_norms and all(packed_norms)
+    again(peers, own, new, wide)
+    peers._packed = frozenset()
     hidden, width = 768, 1536
     o, up, down, norm = new(hidden, hidden), new(2 * width, hidden), new(hidden, width), new(hidden)
     bias, gates = new(hidden), torch.cat([own(half, 0) for half in up.chunk(2)])
@@ -168,6 +185,31 @@ def sent(peers, rank: int, size: int, device) -> None:
                 assert all(map(vx.same_bits, found, whole(x, residual))), (rows, turn)
 
 
+def again(peers, own, new, wide: int) -> None:
+    """More often than a flag counts to, in a graph, each time other rows."""
+    stream = vx.cuda_stream(peers.device)
+    x, residual, weight = new(70, wide), new(70, wide), new(wide)
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream(peers.device))
+        mine, wrong = torch.empty_like(own(x, 1)), torch.zeros(1, dtype=torch.int64, device=peers.device)
+
+        def run():
+            for _ in range(100):
+                x.copy_(x.roll(1, 0))
+                mine.copy_(own(x, 1))
+                found = vx.rmsnorm_gather(mine, weight, 1e-6, residual, peers)
+                expected = vx.rmsnorm(x, weight, 1e-6, residual)
+                for one, other in zip(found, expected):
+                    wrong.add_(vx.different(one, other).sum())
+
+        run()
+        graph = vx.cuda_graph(run)
+        for _ in range(7):
+            graph()
+        stream.synchronize()
+        assert int(wrong) == 0
+
+
 def main() -> None:
     rank, size, index, folder, what = (
         int(sys.argv[1]),
@@ -188,6 +230,9 @@ def main() -> None:
     late = {
         "late": lambda x: peers.gather(x),
         "late, packed": lambda x: peers.gather(x, packed=True),
+        "late, packed and normed": lambda x: peers.norm_packed(
+            x.bfloat16(), x.new_ones(16).bfloat16(), 1e-6, x.new_zeros(1, 16).bfloat16(), False
+        )[0],
         "late, received": lambda x: peers.receive(x),
         "late, normed": lambda x: vx.rmsnorm_gather(x, x.new_ones(16), 1e-6, x.new_zeros(1, 16), peers)[0],
     }

@@ -52,7 +52,7 @@ def test_what_is_sent_is_what_one_gpu_computes(size, tmp_path):
 
 @GPU
 @pytest.mark.process
-@pytest.mark.parametrize("how", ["late", "late, packed", "late, received", "late, normed"])
+@pytest.mark.parametrize("how", ["late", "late, packed", "late, packed and normed", "late, received", "late, normed"])
 def test_a_rank_that_does_not_come_is_named(how, tmp_path):
     assert [done.stdout for done in run(tmp_path, 2, how)] == ["", "missing: 0\n"]
 
@@ -153,3 +153,41 @@ def test_ranks_take_the_kernel_that_is_faster_on_the_slowest(monkeypatch):
 def test_the_largest_class_stands_for_all_above(monkeypatch):
     for one in of_two(lambda rank, packed, size: float(packed) if size < 4 << 20 else 1.0 - packed, monkeypatch):
         assert one.packs(2048, 1 << 15) and one.packs(1024, 4096) and not one.packs(256, 4096)
+
+
+def test_packed_lines_of_rows():
+    """Fifteen of sixteen bytes where they were, the last ones of fifteen units in a line of their own, and flags."""
+    for columns in (8, 120, 128, 2048):
+        x = torch.randint(256, (3, 2 * columns), dtype=torch.uint8).view(torch.bfloat16)
+        units, last = peers.packed_rows(x)
+        assert (units[..., 15] == 1).all() and (last[..., 15] == 1).all() and last.shape[1] == -(-columns // 8 // 15)
+        found = torch.cat([units[..., :15], last[..., :15].reshape(3, -1)[:, : columns // 8, None]], 2)
+        assert torch.equal(found.view(3, -1), x.view(torch.uint8))
+
+
+def test_what_was_sent_is_seen_in_one_ranks_memory():
+    loop = peers.Loopback.__new__(peers.Loopback)
+    loop.size = 2
+    loop._lay_out(2, torch.device("cpu"))
+    own, other = (torch.randn(5, 2048, dtype=torch.float32).bfloat16() for _ in range(2))
+    loop.begin_packed([other])
+    units, last = peers.packed_rows(own)
+    for where, lines in ((slice(0, 256), units), (slice(512, 512 + 18), last)):
+        assert not loop.has_sent(own)
+        loop._rows(0, 5)[:, where] = lines
+    assert loop.has_sent(own) and not loop.has_sent(other) and not loop.has_sent(own[:4])
+    loop._rows(0, 6)[5, 7, 3] = 1
+    assert not loop.has_sent(own)
+
+
+def test_rows_of_one_width_are_normed_where_they_come():
+    one = peers.Peers.__new__(peers.Peers)
+    one.size, one._packed = 2, frozenset(range(64))
+    assert one.norms(256, 2048, torch.bfloat16) and one.norms(512, 4096, torch.float16)
+    for rows, columns in ((64, 2048), (513, 2048), (256, 2050), (256, 4104)):  # rows, sent; too many; no units; wide
+        assert not one.norms(rows, columns, torch.bfloat16)
+    assert not one.norms(256, 2048, torch.float32)
+    one._normed = 4096
+    assert one.norms(65, 2048, torch.bfloat16) and not one.norms(65, 1024, torch.bfloat16)
+    one._packed = frozenset()
+    assert not one.norms(256, 2048, torch.bfloat16)

@@ -5,6 +5,7 @@
 // send is on the links at once; its own columns are put in place while the others' are on their way, and those are waited
 // for, five lines of a lane at a time, in the order in which they were sent.
 #include "common/join.cuh"
+#include "common/norm_row.cuh"
 #include "common/packed.cuh"
 #include "common/receive.cuh"
 
@@ -96,6 +97,84 @@ __global__ void __launch_bounds__(kLanes) gather_packed(const uint4* x, uint4* o
   if (lane == 0) *p.times(chunk) = time;
 }
 
+template <class T>
+struct Norm {
+  const T *x, *weight, *residual;  // x: this rank's columns
+  T *y, *added;
+  int rows, columns;               // of all ranks
+  float eps;
+  bool gemma;
+};
+
+// rmsnorm of what all ranks have, added to the residual. A block for a row, a thread for a unit of eight columns; as many
+// threads as hold the next power of two of them, 32 at least. Threads with this rank's columns send them; the last bytes
+// are sent by all together.
+template <class T>
+__global__ void __launch_bounds__(1024) norm_packed(const Norm<T> a, const __grid_constant__ Packing p, int64_t limit,
+                                                    int* missing) {
+  constexpr int kEach = sizeof(uint4) / sizeof(T), kParts = 2;
+  __shared__ float parts[32];
+  __shared__ uint8_t last[(kRowUnits + kPackedUnits - 1) / kPackedUnits * kPackedUnits];
+  join_chain();
+  const int row = blockIdx.x, units = a.columns / p.ranks / kEach, column = threadIdx.x * kEach;
+  const bool live = column < a.columns;
+  const int rank = live ? threadIdx.x / units : p.rank, unit = live ? threadIdx.x - rank * units : 0;
+  const uint32_t time = __ldcg(p.times_of_row(row)) + 1, flag = flag_of(time);
+  const int turn = time & 1, lines = (units + kPackedUnits - 1) / kPackedUnits;
+  const int64_t at = int64_t(row) * a.columns + column;
+  uint4 found = make_uint4(0, 0, 0, 0);
+  if (live && rank == p.rank) {
+    found = __ldcg(reinterpret_cast<const uint4*>(a.x) + int64_t(row) * units + unit);
+    last[unit] = found.w >> 24;
+    for (int to = 0; to < p.ranks; ++to)
+      if (to != p.rank) store_line(p.row(to, turn, p.rank, row) + unit, with_flag(found, flag));
+  }
+  uint2 weight[kParts] = {}, given[kParts] = {};
+  if (live)
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      weight[i] = __ldcg(reinterpret_cast<const uint2*>(a.weight + column) + i);
+      given[i] = __ldcg(reinterpret_cast<const uint2*>(a.residual + at) + i);
+    }
+  __syncthreads();
+  for (int line = threadIdx.x; line < lines; line += blockDim.x) {
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < kPackedUnits; ++i) {
+      const int which = line * kPackedUnits + i;
+      words[i / 4] |= (which < units ? uint32_t(last[which]) : 0u) << i % 4 * 8;
+    }
+    const uint4 bytes = with_flag(make_uint4(words[0], words[1], words[2], words[3]), flag);
+    for (int to = 0; to < p.ranks; ++to)
+      if (to != p.rank) store_line(p.row(to, turn, p.rank, row) + kRowUnits + line, bytes);
+  }
+  if (live && rank != p.rank) {
+    const uint4 *const from = p.row(p.rank, turn, rank, row) + unit,
+                *const behind = p.row(p.rank, turn, rank, row) + kRowUnits + unit / kPackedUnits;
+    uint4 bytes;
+    int64_t since = 0;
+    for (uint32_t tries = 1;; ++tries) {
+      found = load_line(from), bytes = load_line(behind);
+      if (has_flag(found, flag) && has_flag(bytes, flag)) break;
+      if (tries % 64) continue;
+      const int64_t clock = now();
+      if (!since) since = clock;
+      if (clock - since > limit) give_up(rank, missing);
+    }
+    found = whole(found, bytes, unit % kPackedUnits);
+  }
+  const uint2 columns[kParts] = {make_uint2(found.x, found.y), make_uint2(found.z, found.w)};
+  float h[kEach];
+  const float scale = scale_of(sum_of_block(add_residual<T>(columns, given, h), parts), a.columns, a.eps);
+  if (threadIdx.x == 0) *p.times_of_row(row) = time;  // all threads know it since the barrier
+  if (!live) return;
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    reinterpret_cast<uint2*>(a.y + at)[i] = normed<T>(h + i * kEach / kParts, scale, weight[i], a.gemma);
+    reinterpret_cast<uint2*>(a.added + at)[i] = given[i];
+  }
+}
+
 // x (T, bytes) uint8, out (T, ranks * bytes), of whole units; bases: where each rank's memory lies, in this process.
 void peers_gather_packed(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
   const Packing p = Packing::of(bases, rank);
@@ -115,7 +194,43 @@ void peers_gather_packed(Tensor x, Tensor out, Tensor bases, int64_t rank, int64
                 static_cast<uint4*>(mutable_data(out)), total, bytes / unit, p, limit_ms * 1000000, word);
 }
 
+// rmsnorm of (T, N) columns of all ranks: this rank's x (T, N / ranks).
+void peers_norm_packed(Tensor x, Tensor weight, Tensor residual, Tensor y, Tensor added, double eps, bool gemma,
+                       Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
+  const Packing p = Packing::of(bases, rank);
+  const ScalarType type = y.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half, "y: expected bfloat16 or float16");
+  STD_TORCH_CHECK(y.dim() == 2, "y: expected 2 dimensions");
+  const int64_t rows = y.size(0), columns = y.size(1), width = columns / p.ranks, each = sizeof(uint4) / 2;
+  STD_TORCH_CHECK(rows > 0 && rows <= rows_of(p.ranks) && width * p.ranks == columns && width % each == 0 && width > 0 &&
+                      width <= kRowUnits * each && columns <= 1024 * each,
+                  "peers_norm_packed: (", rows, ", ", columns, ") are no units of ", p.ranks, " ranks, or too many");
+  const auto check = [&](const Tensor& t, const char* name, int64_t across, uintptr_t boundary) {
+    STD_TORCH_CHECK(t.scalar_type() == type && t.is_contiguous() &&
+                        reinterpret_cast<uintptr_t>(data(t)) % boundary == 0 && t.get_device_index() == y.get_device_index(),
+                    name, ": expected contiguous rows of y's dtype on boundaries of ", int64_t(boundary), " bytes");
+    if (across) check_2d(t, name, rows, across);
+  };
+  check(x, "x", width, 16), check(residual, "residual", columns, 8), check(y, "y", columns, 8);
+  check(added, "added", columns, 8), check(weight, "weight", 0, 8), check_1d(weight, "weight", columns);
+  int* const word = mutable_values<int32_t>(missing, "missing", 1);
+  const DeviceGuard guard = on_device_of(y);
+  int threads = 32;
+  while (threads * each < columns) threads *= 2;
+  const auto launch = [&]<class T>(T) {
+    const Norm<T> a{static_cast<const T*>(data(x)),        static_cast<const T*>(data(weight)),
+                    static_cast<const T*>(data(residual)), static_cast<T*>(mutable_data(y)),
+                    static_cast<T*>(mutable_data(added)),  int(rows), int(columns), float(eps), gemma};
+    launch_joined(norm_packed<T>, unsigned(rows), threads, y, a, p, limit_ms * 1000000, word);
+  };
+  if (type == ScalarType::BFloat16) launch(__nv_bfloat16());
+  else launch(__half());
+}
+
 }  // namespace
 }  // namespace vx
 
-STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) { m.impl("peers_gather_packed", TORCH_BOX(&vx::peers_gather_packed)); }
+STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
+  m.impl("peers_gather_packed", TORCH_BOX(&vx::peers_gather_packed));
+  m.impl("peers_norm_packed", TORCH_BOX(&vx::peers_norm_packed));
+}

@@ -21,11 +21,19 @@ constexpr int kLanes = 32, kPackedUnits = 15, kPackedLines = kPackedUnits + 1;  
 constexpr int kChunk = kLanes * kPackedUnits, kChunkLines = kLanes * kPackedLines;  // units, lines
 constexpr int kAllChunks = 1152;  // of all ranks, in a turn
 
-// A rank's memory: how often each chunk was sent, and its lines: of turn 0 those of each rank, of turn 1 likewise.
+// Rows that are normed where they come have places of their own: a line for each unit of a row, behind them those with the
+// last bytes of fifteen that follow each other. A row is to chunks what it says above, as long as all have one width.
+constexpr int kRowUnits = 512, kRowLines = kRowUnits + 40, kAllRows = 1024;  // of a rank; rows of all ranks, in a turn
+static_assert(kRowUnits + (kRowUnits + kPackedUnits - 1) / kPackedUnits <= kRowLines && kRowLines % 8 == 0);
+
+// A rank's memory: how often each chunk and each row was sent, and their lines: of turn 0 those of each rank, of turn 1
+// likewise.
 __host__ __device__ constexpr int chunks_of(int ranks) { return kAllChunks / ranks; }
-constexpr int64_t kPackedNumbers = 4 * kAllChunks;
+__host__ __device__ constexpr int rows_of(int ranks) { return kAllRows / ranks; }
+constexpr int64_t kPackedNumbers = 4 * (kAllChunks + kAllRows);
+__host__ __device__ constexpr int64_t lines_of_chunks(int ranks) { return 2ll * ranks * chunks_of(ranks) * kChunkLines; }
 constexpr int64_t packed_bytes(int ranks) {
-  return kPackedNumbers + 2ll * ranks * chunks_of(ranks) * kChunkLines * int64_t(sizeof(uint4));
+  return kPackedNumbers + (lines_of_chunks(ranks) + 2ll * ranks * rows_of(ranks) * kRowLines) * int64_t(sizeof(uint4));
 }
 static_assert(kPackedNumbers % 128 == 0 && kSentNumbers % 128 == 0);
 
@@ -46,6 +54,11 @@ struct Packing {
   __device__ __forceinline__ uint4* lines(int at, int turn, int from, int chunk, int lane) const {
     const int64_t place = (int64_t(turn) * ranks + from) * chunks_of(ranks) + chunk;
     return reinterpret_cast<uint4*>(base[at] + kPackedNumbers) + place * kChunkLines + lane;
+  }
+  __device__ __forceinline__ uint32_t* times_of_row(int row) const { return times(kAllChunks + row); }
+  __device__ __forceinline__ uint4* row(int at, int turn, int from, int row) const {
+    const int64_t place = (int64_t(turn) * ranks + from) * rows_of(ranks) + row;
+    return reinterpret_cast<uint4*>(base[at] + kPackedNumbers) + lines_of_chunks(ranks) + place * kRowLines;
   }
 };
 

@@ -9,13 +9,9 @@
 // slot on each rank, says so there, waits for theirs, and puts them in place. Few bytes go as lines: whoever sees the
 // round in one has its bytes, so that they take one way and not two. Round n + 2 may overwrite what round n left:
 // whoever has sent anything of n + 1 had read it, for lines are of one round a launch.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstring>
-
 #include "common/cuda.h"
 #include "common/join.cuh"
+#include "common/norm_row.cuh"
 #include "common/packed.cuh"
 #include "common/receive.cuh"
 #include "common/values.h"
@@ -199,16 +195,6 @@ __global__ void __launch_bounds__(kThreads) place_sent(const uint2* x, uint2* ou
   count_round(r, round);
 }
 
-__device__ __forceinline__ float widened(float v) { return v; }
-__device__ __forceinline__ float widened(__nv_bfloat16 v) { return __bfloat162float(v); }
-__device__ __forceinline__ float widened(__half v) { return __half2float(v); }
-template <class T>
-__device__ __forceinline__ T narrowed(float v) {
-  if constexpr (sizeof(T) == 4) return v;
-  else if constexpr (__is_same(T, __nv_bfloat16)) return __float2bfloat16_rn(v);
-  else return __float2half_rn(v);
-}
-
 template <class T>
 struct Norm {
   const T *x, *weight, *residual;  // x: this rank's columns, to be sent here; null where they were
@@ -228,7 +214,7 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
   let_next_start();
   if (!a.early) await_before();
   const uint32_t round = round_of(r, blockIdx.x);
-  const int width = a.columns / r.ranks, lines = width / kEach, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int width = a.columns / r.ranks, lines = width / kEach;
   if (a.x)
     for (int row = blockIdx.x; row < a.rows; row += gridDim.x)
       for (int i = threadIdx.x; i < lines; i += blockDim.x) {
@@ -262,48 +248,15 @@ __global__ void __launch_bounds__(1024) norm_sent(const Norm<T> a, const __grid_
       if (live[u]) given[u] = __ldcg(reinterpret_cast<const uint2*>(a.residual + start + u * kEach));  // not what L1 has of it
     }
     if (!dry) receive(r, round, rank, at, live, found);
-    float h[COLUMNS], sums[COLUMNS];
+    float h[COLUMNS];
+    const float squares = add_residual<T>(found, given, h);
+    // of two rows, so that a warp that is ahead writes where nobody reads
+    const float scale = scale_of(sum_of_block(squares, parts[turn]), a.columns, a.eps);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      T x[kEach], more[kEach];
-      memcpy(x, &found[u], kSentUnit), memcpy(more, &given[u], kSentUnit);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        x[i] = narrowed<T>(widened(x[i]) + widened(more[i]));
-        h[u * kEach + i] = widened(x[i]);
-      }
-      memcpy(&given[u], x, kSentUnit);  // their sum
-    }
-    // order: neighbours are added pairwise, within a thread, a warp and a block; what is not there is +0
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) sums[i] = h[i] * h[i];
-#pragma unroll
-    for (int count = COLUMNS / 2; count > 0; count /= 2)
-#pragma unroll
-      for (int i = 0; i < count; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
-    float sum = sums[0];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane == 0) parts[turn][warp] = sum;
-    __syncthreads();  // of two rows, so that a warp that is ahead writes where nobody reads
-    sum = lane < blockDim.x / 32 ? parts[turn][lane] : 0.0f;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    const float scale = __fdiv_rn(1.0f, __fsqrt_rn(__fdiv_rn(sum, float(a.columns)) + a.eps));
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      T w[kEach], y[kEach];
-      memcpy(w, &weight[u], kSentUnit);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        float normed = h[u * kEach + i] * scale;
-        if (!a.gemma) normed = widened(narrowed<T>(normed));
-        y[i] = narrowed<T>(normed * (a.gemma ? 1.0f + widened(w[i]) : widened(w[i])));
-      }
+      const uint2 both = normed<T>(h + u * kEach, scale, weight[u], a.gemma);
       if (u == 0 && !dry) await_before();
       if (!live[u] || dry) continue;
-      uint2 both;
-      memcpy(&both, y, kSentUnit);
       *reinterpret_cast<uint2*>(a.y + start + u * kEach) = both;
       *reinterpret_cast<uint2*>(a.added + start + u * kEach) = given[u];
     }

@@ -14,7 +14,9 @@ _MOST_RANKS = 8
 _LINE, _LINES, _NUMBERS = 8, 1 << 17, 128  # as in csrc/common/sent.cuh: bytes of columns in a line, lines, counters
 _COMPUTED = 64  # rows that kernels send as they compute them
 _ON_LINKS = 1 << 20  # bytes: lines are twice as many, from so many on slower than what gather does
-_UNIT = 16  # bytes, as in csrc/common/packed.cuh
+_UNIT, _UNITS = 16, 15  # as in csrc/common/packed.cuh: bytes; units that share a line with their last bytes
+_CHUNK_LINES, _CHUNKS = 2 * 16 * 32, 1152  # in both turns
+_ROW_UNITS, _ROW_LINES, _ROWS, _WIDEST = 512, 552, 1024, 8192  # the last: columns of all ranks
 _RACED = range(15, 24)  # classes, by bytes of a rank, of gathers: the last stands for all above
 
 
@@ -143,6 +145,28 @@ class Peers:
             by(*parts, self._bases, self.rank, self._limit_ms, self._missing)
         return out
 
+    def norm_packed(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor, gemma: bool
+    ) -> tuple[Tensor, Tensor]:
+        """rmsnorm of gather(x) with a residual, and their sum, by one kernel that rmsnorm_gather verifies."""
+        self._normed = x.shape[1] * x.element_size()
+        y, added = torch.empty_like(residual), torch.empty_like(residual)
+        x = x.contiguous() if x.data_ptr() % _UNIT == 0 else x.clone(memory_format=torch.contiguous_format)
+        native.ops().peers_norm_packed(
+            x, weight, residual, y, added, eps, gemma, *self.places, self._limit_ms, self._missing
+        )
+        return y, added
+
+    def norms(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Whether rows of so many columns of each rank may be normed where packed lines of them come: rows that no
+        kernel sends as it computes them, all of one width, for a flag counts the times of a whole row. The same on
+        every rank."""
+        row = columns * dtype.itemsize
+        fits = dtype.itemsize == 2 and row <= _UNIT * _ROW_UNITS and columns * self.size <= _WIDEST
+        fits &= _COMPUTED < rows <= _ROWS // self.size
+        return fits and self._normed in (0, row) and self.packs(rows, row)
+
+    _normed = 0  # bytes of a row of each rank
     _packed: frozenset[int] = frozenset()  # classes of bytes
 
     def packs(self, rows: int, row: int) -> bool:
@@ -201,12 +225,18 @@ class Loopback(Peers):
     def __init__(self, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = 0, size, device
         self._limit_ms, self._opened, self._taken = 10_000, [], 0
-        self._memory = torch.zeros(_NUMBERS + 2 * size * _LINES * 4, dtype=torch.int32, device=device)
+        self._lay_out(size, device)
         self._bases = torch.full((size,), self._memory.data_ptr(), dtype=torch.int64)
         self._missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
+    def _lay_out(self, size: int, device: torch.device) -> None:
+        self._lines_end = _NUMBERS + 2 * size * _LINES * 4
+        self._rows_begin = self._lines_end + _CHUNKS + _ROWS + size * (_CHUNKS // size) * _CHUNK_LINES * 4
+        words = self._rows_begin + 2 * size * (_ROWS // size) * _ROW_LINES * 4
+        self._memory = torch.zeros(words, dtype=torch.int32, device=device)
+
     def _lines(self, rank: int, count: int, turn: int) -> Tensor:
-        return self._memory[_NUMBERS:].view(2, self.size, _LINES, 4)[turn, rank, :count]
+        return self._memory[_NUMBERS : self._lines_end].view(2, self.size, _LINES, 4)[turn, rank, :count]
 
     def begin(self, others: Sequence[Tensor] = ()) -> None:
         """Nothing was ever sent, but by the last ranks `others` what the first round receives."""
@@ -222,6 +252,41 @@ class Loopback(Peers):
         if not (lines[:, 1::2] == (1 if turn else 2)).all():
             return None
         return lines[:, ::2].contiguous().view(-1).view(dtype).view(rows, columns)
+
+    def _rows(self, rank: int, count: int) -> Tensor:
+        """(T, _ROW_LINES, 16) bytes of the first time."""
+        bytes_of_all = self._memory[self._rows_begin :].view(torch.uint8)
+        return bytes_of_all.view(2, self.size, _ROWS // self.size, _ROW_LINES, _UNIT)[1, rank, :count]
+
+    def begin_packed(self, others: Sequence[Tensor]) -> None:
+        """Nothing was ever sent, but rows by the last ranks `others` as packed lines of the first time."""
+        self._memory.zero_()
+        for number, x in enumerate(others, self.size - len(others)):
+            units, last = packed_rows(x)
+            rows = self._rows(number, len(x))
+            rows[:, : units.shape[1]], rows[:, _ROW_UNITS : _ROW_UNITS + last.shape[1]] = units, last
+
+    def has_sent(self, x: Tensor) -> bool:
+        """Whether this rank has sent these rows as packed lines of the first time, and nothing else."""
+        units, last = packed_rows(x)
+        rows, count = self._rows(0, _ROWS // self.size).clone(), len(x)
+        parts = (slice(0, units.shape[1]), units), (slice(_ROW_UNITS, _ROW_UNITS + last.shape[1]), last)
+        for where, lines in parts:
+            if not torch.equal(rows[:count, where], lines):
+                return False
+            rows[:count, where] = 0
+        return not rows.any()
+
+
+def packed_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Lines of csrc/common/packed.cuh: with the units of rows, and with their last bytes, of the first time."""
+    units = x.contiguous().view(torch.uint8).view(len(x), -1, _UNIT).clone()
+    count = -(-units.shape[1] // _UNITS)
+    last = units.new_zeros(len(x), count * _UNITS)
+    last[:, : units.shape[1]] = units[..., _UNITS]
+    units[..., _UNITS] = 1
+    flags = units.new_ones(len(x), count, 1)
+    return units, torch.cat([last.view(len(x), count, _UNITS), flags], 2)
 
 
 def kind_of(x: Tensor | Sent) -> tuple[int, int, torch.dtype]:
