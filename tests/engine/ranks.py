@@ -32,6 +32,8 @@ class OnTheirWay:
     def sends(self, rows, columns, dtype):
         return False
 
+    norms = sends
+
     def send(self, columns):
         assert self.awaited is None, "columns are computed while others are on their way"
         self.awaited = columns.own

@@ -44,11 +44,11 @@ def rmsnorm_gather(
         and weight.is_contiguous()
         and (residual.data_ptr() | weight.data_ptr()) % 8 == 0
     )
-    about = peers.device, dtype, wide, peers.size, style
-    if plain and isinstance(x, Tensor) and peers.norms(rows, columns, dtype) and _verified((_verify_packed, *about)):
+    packed = plain and isinstance(x, Tensor) and peers.norms(rows, columns, dtype)
+    if packed and _verified((_verify_packed, peers.device, dtype, wide, peers.size, style)):
         return peers.norm_packed(x, weight, eps, residual, style == "gemma")
     fits = plain and wide <= _WIDEST and peers.sends(rows, columns, dtype)
-    if fits and _verified((_verify, *about)):
+    if fits and _verified((_verify, peers.device, dtype, wide, peers.size, style)):
         return peers.norm(x, weight, eps, residual, style == "gemma", settled)
     return rmsnorm(peers.receive(x), weight, eps, residual, style=style)
 
