@@ -1,5 +1,5 @@
 // Lines that say themselves whether they have come, for fifteen bytes of sixteen on the links (those of common/sent.cuh
-// carry eight). What common/packed.cu sends and receives.
+// carry eight). What kernels of common/packed_kernels.cuh send and receive.
 //
 // The last byte of each of fifteen units of 16 bytes goes into a sixteenth line, and in its place each line has a flag. A
 // line is stored and loaded as one value of 128 bits, so whoever sees the flag has its bytes: they take one way and not
@@ -9,10 +9,9 @@
 // chunk may overwrite what time n left: whoever sends it has received n + 1 from all ranks, and each of them had received n
 // before it sent that.
 #pragma once
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
+#include "common/line.cuh"
 #include "common/sent.cuh"
 
 namespace vx {
@@ -40,14 +39,6 @@ static_assert(kPackedNumbers % 128 == 0 && kSentNumbers % 128 == 0);
 struct Packing {
   char* base[kRanks];  // of each rank, in this process
   int rank, ranks;
-
-  static Packing of(const Tensor& bases, int64_t rank) {
-    const Sending checked = Sending::of(bases, rank);
-    Packing p{{}, int(rank), checked.ranks};
-    for (int i = 0; i < p.ranks; ++i)
-      p.base[i] = reinterpret_cast<char*>(values<int64_t>(bases, "bases")[i]) + sent_bytes(p.ranks);
-    return p;
-  }
 
   __device__ __forceinline__ uint32_t* times(int chunk) const { return reinterpret_cast<uint32_t*>(base[rank]) + chunk; }
   // Of this lane, at rank `at`: what `from` has sent in a turn; the first has last bytes, the others units.
@@ -82,24 +73,6 @@ __device__ __forceinline__ uint4 last_bytes(const uint4 (&unit)[kPackedUnits]) {
 __device__ __forceinline__ uint4 whole(uint4 line, const uint4& last, int i) {
   const uint32_t word = i < 4 ? last.x : i < 8 ? last.y : i < 12 ? last.z : last.w;
   line.w = (line.w & 0xffffffu) | (word >> i % 4 * 8) << 24;
-  return line;
-}
-
-__device__ __forceinline__ void store_line(uint4* where, uint4 line) {
-  asm volatile(
-      "{\n.reg .b64 low, high;\n.reg .b128 line;\nmov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\n"
-      "mov.b128 line, {low, high};\nst.relaxed.sys.global.b128 [%0], line;\n}" ::"l"(where),
-      "r"(line.x), "r"(line.y), "r"(line.z), "r"(line.w)
-      : "memory");
-}
-__device__ __forceinline__ uint4 load_line(const uint4* where) {
-  uint4 line;
-  asm volatile(
-      "{\n.reg .b64 low, high;\n.reg .b128 line;\nld.relaxed.sys.global.b128 line, [%4];\n"
-      "mov.b128 {low, high}, line;\nmov.b64 {%0, %1}, low;\nmov.b64 {%2, %3}, high;\n}"
-      : "=r"(line.x), "=r"(line.y), "=r"(line.z), "=r"(line.w)
-      : "l"(where)
-      : "memory");
   return line;
 }
 
