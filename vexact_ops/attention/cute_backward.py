@@ -12,7 +12,7 @@ What its rows are given beside comes from flash-attn-4's own kernel before it, o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import cutlass
@@ -42,12 +42,19 @@ from .._core import digest
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
 from .._core.proof.attention import offsets
 from .._core.proof.inputs import SMALL, special_rows, tricky
-from . import cute_objects, triton_prepare
+from . import cute_backward_apart, cute_objects, triton_prepare
+from .cute_backward_apart import GROUPS, QueryGradient
 
 _LOG2_E = 1.4426950408889634
 THEIRS = "flash-attn-4"
 OURS = {"triton": False, "triton, fused": True}  # the compiler of theirs may fuse a product with its sum, or not
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+WIDE = 256  # heads of which flash-attn-4 takes blocks of 48 keys: two kernels may be faster than one
+ONE = "one kernel"
+APART = {  # tiles of dk's and dv's kernel, where dq has another
+    "dq apart, 64 keys": {"n_block_size": 64, "num_stages_dO": 2, "num_stages_PdS": 2, "dKV_swapAB": False},
+    "dq apart, 80 keys": {"n_block_size": 80, "num_stages_dO": 1, "num_stages_PdS": 1, "dKV_swapAB": True},
+}
 
 
 @dataclass(frozen=True)
@@ -234,16 +241,16 @@ class Backward(FlashAttentionBackwardSm90):
             share = cute.make_layout((self.tile_m * self.tile_hdim // self.num_wg_dQ, self.num_wg_dQ))
             low, end = block_info.get_m_block_min_max(seqlen, n_block)
             count = (end - low) * self.group
+            if count > 0:
+                for wg in cutlass.range_constexpr(self.num_wg_dQ):
+                    self.emptied(wg)
             for i in cutlass.range(count, unroll=1):
                 m_block, one = self.place(i, end)
                 head = head_kv * self.group + one
                 gdQ = cute.local_tile(mdQaccum[None, head], (share,), (None,))
                 turn = mdQ_semaphore[(head, first + m_block, None)].iterator
                 for wg in cutlass.range_constexpr(self.num_wg_dQ):
-                    empty = int(NamedBarrierBwd.dQEmptyWG0) + wg
-                    cute.arch.barrier_arrive(barrier_id=empty, number_of_threads=threads)
-                barrier.wait_eq(turn, lane, 0, n_block)  # order: blocks of keys from the first to the last
-                for wg in cutlass.range_constexpr(self.num_wg_dQ):
+                    barrier.wait_eq(turn, lane, wg, n_block)  # order: blocks of keys from the first to the last
                     full = int(NamedBarrierBwd.dQFullWG0) + wg
                     cute.arch.barrier(barrier_id=full, number_of_threads=threads)
                     with cute.arch.elect_one():
@@ -253,13 +260,40 @@ class Backward(FlashAttentionBackwardSm90):
                             self.tma_copy_bytes["dQ"],
                         )
                     cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
-                barrier.arrive_inc(turn, lane, 0, 1)
+                for wg in cutlass.range_constexpr(self.num_wg_dQ):  # what has been read may be written
+                    cute.arch.cp_async_bulk_wait_group(self.num_wg_dQ - 1 - wg, read=True)
+                    if i + 1 < count:
+                        self.emptied(wg)
+                for wg in cutlass.range_constexpr(self.num_wg_dQ):  # what has been added is the next block's to add to
+                    cute.arch.cp_async_bulk_wait_group(self.num_wg_dQ - 1 - wg, read=False)
+                    barrier.arrive_inc(turn, lane, wg, 1)
+
+    def emptied(self, wg):
+        cute.arch.barrier_arrive(
+            barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + wg,
+            number_of_threads=self.num_threads_per_warp_group + cute.arch.WARP_SIZE,
+        )
 
 
-def _compile(config, tensors: tuple, offsets: tuple, turns: Tensor, until: Tensor | None, causal: bool):
+class KeyGradients(Backward):
+    """dk and dv alone: cute_backward_apart.py has dq's kernel."""
+
+    def _setup_attributes(self):
+        super()._setup_attributes()
+        self.sdQaccum_layout = cute.make_layout((32, self.num_wg_dQ))  # there is none
+
+    def mma(self, *args, is_dQ_wg=True):
+        super().mma(*args, is_dQ_wg=False)
+
+    def dQaccum_store(self, *args):
+        pass
+
+
+def _compile(
+    config, tensors: tuple, offsets: tuple, turns: Tensor, until: Tensor | None, causal: bool, make=Backward
+):  # fmt: skip
     q, k, v = tensors[:3]
-    kernel = Backward(
+    kernel = make(
         _DTYPES[q.dtype], q.shape[2], v.shape[2], group=q.shape[1] // k.shape[1], is_causal=causal,
         tile_m=config.m_block_size, tile_n=config.n_block_size, Q_stage=config.num_stages_Q,
         dO_stage=config.num_stages_dO, PdS_stage=config.num_stages_PdS, SdP_swapAB=config.SdP_swapAB,
@@ -299,14 +333,15 @@ def _versions() -> str:
 
 def _prepare(
     name: str, out: Tensor, dout: Tensor, lse: Tensor, cu_seqlens: Tensor, until: Tensor | None, lse_2: Tensor,
-    dpsum: Tensor, sums: Tensor, rows: int, d: int, multiple: int,
+    dpsum: Tensor, sums: Tensor | None, rows: int, d: int, multiple: int,
 ) -> None:  # fmt: skip
-    """Of each block of rows: out * dout summed over a row, lse in binary logarithms, and zeros where dq is summed."""
+    """Of each block of rows: out * dout summed over a row, lse in binary logarithms, and zeros where dq is summed, if
+    that is in memory."""
     if name != THEIRS:
         triton_prepare.prepare(out, dout, lse, cu_seqlens, lse_2, dpsum, sums, rows, OURS[name])
         return
-    # sequences by their offsets; with dq's sums and binary logarithms; offsets padded; no heads packed
-    how = d, out.shape[2], rows, True, False, False, True, False, True, True, False, False, 1, 1
+    # sequences by their offsets; with dq's sums or not; with binary logarithms; offsets padded; no heads packed
+    how = d, out.shape[2], rows, True, False, False, sums is not None, False, True, True, False, False, 1, 1
     key = out.dtype, *how, until is not None, multiple, False
     make = partial(_compile_bwd_preprocess, _DTYPES[out.dtype], *key[1:])
     kernel = cute_objects.kernel("backward, before", out.device, key, make, _versions)
@@ -402,19 +437,17 @@ def _preparing_cases(device: torch.device, dtype: torch.dtype, dv: int) -> list[
     return [*few, case([i % 5 for i in range(300)], heads=1), timed]
 
 
-def backward(
+def _one_kernel(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
     cu_seqlens_k: Tensor, scale: float, causal: bool, versions: Callable[[], str],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv; lse (Hq, T), in natural logarithms. The offsets are in order and inside their tensors."""
     (tokens, heads, d), dv_width, device = q.shape, v.shape[2], q.device
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
     config, rows, multiple = _layout(d, dv_width, causal)
     where, blocks = _rooms(rows, d, multiple, tokens, heads, len(cu_seqlens) - 1, device)
     lse_2, dpsum, sums = where
-    turns = torch.zeros(heads, blocks, 1, dtype=torch.int32, device=device)
+    parts = 1 if config.dQ_single_wg else config.num_wg
+    turns = torch.zeros(heads, blocks, parts, dtype=torch.int32, device=device)
     until, until_k = _blocks_until(cu_seqlens, rows), _blocks_until(cu_seqlens_k, config.n_block_size)
     name = prepared_by(device, q.dtype, d, dv_width, causal).chosen.name
     _prepare(name, out, dout, lse, cu_seqlens, until, *where, rows, d, multiple)
@@ -425,3 +458,117 @@ def backward(
     kernel(*tensors, scale, *ends, turns, until_k)
     _convert(sums, dq, scale, cu_seqlens, until, rows, multiple, config)
     return dq, dk, dv
+
+
+def _apart(
+    tiles: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor, scale: float, causal: bool, versions: Callable[[], str],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """A kernel for dk and dv, with tiles of its own, and one for dq."""
+    (tokens, heads, d), dv_width, device = q.shape, v.shape[2], q.device
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    config, rows, multiple = _layout(d, dv_width, causal)
+    (lse_2, dpsum, _), _ = _rooms(rows, 0, multiple, tokens, heads, len(cu_seqlens) - 1, device)
+    until = _blocks_until(cu_seqlens, rows)
+    _prepare(THEIRS, out, dout, lse, cu_seqlens, until, lse_2, dpsum, None, rows, d, multiple)
+    ends, of = (cu_seqlens, cu_seqlens_k), (q.dtype, heads // k.shape[1], d, dv_width, causal)
+
+    own = replace(config, **APART[tiles])
+    until_k = _blocks_until(cu_seqlens_k, own.n_block_size)
+    turns = torch.empty(1, 1, 1, dtype=torch.int32, device=device)  # nobody waits
+    tensors = q, k, v, dout, lse_2, dpsum, lse_2, dk, dv
+    make = partial(_compile, own, tensors, ends, turns, until_k, causal, KeyGradients)
+    kernel = cute_objects.kernel("backward, keys", device, (*of, until_k is None, tiles), make, versions)
+    kernel(*tensors, scale, *ends, turns, until_k)
+
+    until = _blocks_until(cu_seqlens, rows * GROUPS)
+    tensors = q, k, v, dout, lse_2, dpsum, dq
+    make = partial(_compile_query_gradient, config, tensors, ends, until, causal)
+    kernel = cute_objects.kernel("backward, queries", device, (*of, until is None), make, versions)
+    kernel(*tensors, scale, *ends, until)
+    return dq, dk, dv
+
+
+def _compile_query_gradient(config, tensors: tuple, offsets: tuple, until: Tensor | None, causal: bool):
+    q, k, v = tensors[:3]
+    kernel = QueryGradient(
+        _DTYPES[q.dtype], q.shape[2], v.shape[2], group=q.shape[1] // k.shape[1], causal=causal,
+        rows=config.m_block_size, keys=config.n_block_size,
+    )  # fmt: skip
+    numbers = [None if t is None else to_cute_tensor(t, assumed_align=4) for t in (*offsets, until)]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        kernel, *[to_cute_tensor(t) for t in tensors], 1.0, *numbers, stream, options="--enable-tvm-ffi"
+    )
+
+
+def kernels_for(
+    device: torch.device, dtype: torch.dtype, group: int, d: int, dv: int, causal: bool, versions: Callable[[], str]
+) -> Decision:  # fmt: skip
+    if (d, dv) != (WIDE, WIDE):
+        return canonical_by_rule(ONE, "heads are narrow, and blocks of keys large")
+    return _kernels(device, dtype, group, causal, versions)
+
+
+@decided
+def _kernels(
+    device: torch.device, dtype: torch.dtype, group: int, causal: bool, versions: Callable[[], str]
+) -> Proposal:  # fmt: skip
+    def run(f: Callable) -> Callable:
+        return lambda *case: f(*case, WIDE**-0.5, causal, versions)
+
+    source = f"{versions()} {digest.of_files(__file__, cute_backward_apart.__file__)}"
+    one = Candidate(ONE, run(_one_kernel), source)
+
+    def race(candidates: Sequence[Candidate], case: tuple) -> list[float | Exception]:
+        return race_on_gpu([[partial(candidate.run, *case)] for candidate in candidates])
+
+    return Proposal(
+        f"attention_bwd_kernels {str(dtype).removeprefix('torch.')} Hq/Hk={group} D={WIDE} "
+        f"{'causal' if causal else 'full'}",
+        [*(Candidate(name, run(partial(_apart, name)), source) for name in APART), one],
+        one,
+        lambda: _kernels_cases(device, dtype, group),
+        race,
+        ahead=False,
+    )
+
+
+def _kernels_cases(device: torch.device, dtype: torch.dtype, group: int) -> list[tuple]:
+    """Blocks that are not full, and blocks of one kernel that end inside another's; sequences of no or few queries or
+    keys; sums that are subnormal; rows that see nothing, or have no share. All finite: how far a value that is not
+    spreads depends on blocks. The last one is as a batch is."""
+
+    def case(lengths: list[int], lengths_k: list[int], small: bool = False) -> tuple:
+        seed, rows, keys = len(lengths), sum(lengths), sum(lengths_k)
+        g = torch.Generator(device).manual_seed(seed)
+        shapes = (rows, 2 * group), (keys, 2), (keys, 2), (rows, 2 * group), (rows, 2 * group)
+        tensors = [torch.randn(*s, WIDE, dtype=torch.float32, generator=g, device=device).to(dtype) for s in shapes]
+        q, k, v, out, dout = tensors
+        if small:
+            q, k, v, dout = (special_rows(x, first=i, kinds=SMALL) for i, x in enumerate((q, k, v, dout)))
+            dout = (dout.float() * torch.linspace(0, -110, rows, device=device).exp2()[:, None, None]).to(dtype)
+        lse = torch.full((2 * group, rows), 5.0, dtype=torch.float32, device=device)
+        lse[:, 3::11], lse[:, 5::13] = float("inf"), 9.0
+        return dout, q, k, v, out, lse, offsets(lengths, device), offsets(lengths_k, device)
+
+    packed, other = [700, 1, 130, 1300, 64, 47, 49], [100, 7, 0, 64, 300, 129]
+    return [
+        case(packed, packed),
+        case(other, [300, 500, 64, 0, 100, 129]),
+        case([1, 333, 200], [1, 333, 200], small=True),
+        case([4096, 2048], [4096, 2048]),
+    ]
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor, scale: float, causal: bool, versions: Callable[[], str],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv; lse (Hq, T), in natural logarithms. The offsets are in order and inside their tensors."""
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    group = q.shape[1] // k.shape[1]
+    name = kernels_for(q.device, q.dtype, group, q.shape[2], v.shape[2], causal, versions).chosen.name
+    run = _one_kernel if name == ONE else partial(_apart, name)
+    return run(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scale, causal, versions)
