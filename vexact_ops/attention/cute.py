@@ -36,7 +36,7 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
-from . import cute_arithmetic, cute_backward, cute_backward_apart, cute_objects, triton_prepare
+from . import cute_arithmetic, cute_backward, cute_backward_apart, cute_objects, cute_prepare, triton_prepare
 from .cute_arithmetic import add, come_after, fma, mul
 from .op import flash_keys
 
@@ -59,7 +59,7 @@ def unavailable() -> str | None:
 def versions() -> str:
     """What a verdict on these kernels holds for."""
     parts = [f"{name} {importlib.metadata.version(name)}" for name in cute_objects.STACK]
-    modules = cute_arithmetic, cute_backward, cute_backward_apart, triton_prepare
+    modules = cute_arithmetic, cute_backward, cute_backward_apart, cute_objects, cute_prepare, triton_prepare
     sources = b"".join(Path(file).read_bytes() for file in (__file__, *(module.__file__ for module in modules)))
     return ", ".join([*parts, "sha256 " + hashlib.sha256(sources).hexdigest()[:12]])
 
