@@ -46,10 +46,6 @@ from .cute_prepare import THEIRS, blocks_until, layout_of, prepare, prepared_by,
 _LOG2_E = 1.4426950408889634
 WIDE = 256  # heads of which flash-attn-4 takes blocks of 48 keys: two kernels may be faster than one
 ONE = "one kernel"
-APART = {  # tiles of dk's and dv's kernel, where dq has another
-    "dq apart, 64 keys": {"n_block_size": 64, "num_stages_dO": 2, "num_stages_PdS": 2, "dKV_swapAB": False},
-    "dq apart, 80 keys": {"n_block_size": 80, "num_stages_dO": 1, "num_stages_PdS": 1, "dKV_swapAB": True},
-}
 
 
 @dataclass(frozen=True)
@@ -273,14 +269,30 @@ class Backward(FlashAttentionBackwardSm90):
 class KeyGradients(Backward):
     """dk and dv alone: cute_backward_apart.py has dq's kernel."""
 
+    ahead = False  # whether a round begins before the product of the one before is through
+
     def _setup_attributes(self):
         super()._setup_attributes()
         self.sdQaccum_layout = cute.make_layout((32, self.num_wg_dQ))  # there is none
-        if self.mma_dkv_is_rs or self.shuffle_LSE or self.shuffle_dPsum:
+        stages = self.Q_stage, self.dO_stage, self.PdS_stage
+        if self.mma_dkv_is_rs or self.shuffle_LSE or self.shuffle_dPsum or (self.ahead and stages != (2, 2, 2)):
             raise AssertionError("a case that the loop below does not know")
 
     def mma(self, *args, is_dQ_wg=True):
+        if self.ahead:
+            self.scale = args[25]
+            self.qhead_per_kvhead = 2  # then flash-attn-4's loop does not scale dk, which is not there yet
         super().mma(*args, is_dQ_wg=False)
+
+    @cute.jit
+    def epilogue_dKV(self, acc_dV, mdV, sV, acc_dK, *rest):
+        if const_expr(self.ahead):
+            self.qhead_per_kvhead = 1
+            warpgroup.wait_group(0)
+            acc_dK.store(acc_dK.load() * self.scale)
+        Backward.epilogue_dKV(self, acc_dV, mdV, sV, acc_dK, *rest)
+        if const_expr(self.ahead):  # it is asked for in two places
+            self.qhead_per_kvhead = 2
 
     def dQaccum_store(self, *args):
         pass
@@ -298,7 +310,9 @@ class KeyGradients(Backward):
         at_do = do_now.index if const_expr(self.dO_stage > 1) else 0
         at_ds = at_q if const_expr(self.PdS_stage > 1) else 0
         pipeline_Q.consumer_wait(q_state, pipeline_Q.consumer_try_wait(q_state))
-        scores = mma_qk_fn(A_idx=at_q, wg_wait=-1)
+        scores = mma_qk_fn(A_idx=at_q, wg_wait=1 if self.ahead else -1)
+        if const_expr(self.ahead):
+            self.release_before(pipeline_Q, at_q, dKV_accumulate)
         lse = copy_utils.load_s2r(tLSEsLSE[None, at_q])
         pipeline_dO.consumer_wait(do_now, pipeline_dO.consumer_try_wait(do_now))
         dp = mma_dov_fn(A_idx=at_do, wg_wait=1)
@@ -325,11 +339,30 @@ class KeyGradients(Backward):
         PdS_barrier.arrive_and_wait()
         mma_dsq_fn(A_idx=at_ds, B_idx=at_q, zero_init=not dKV_accumulate, wg_wait=1)
         pipeline_dO.consumer_release(do_now)
-        warpgroup.wait_group(0)
-        pipeline_Q.consumer_release(q_state)
+        if const_expr(not self.ahead):
+            warpgroup.wait_group(0)
+            pipeline_Q.consumer_release(q_state)
         q_state.advance()
         do_state.advance()
         return q_state, do_state
+
+    @cute.jit
+    def release_before(self, pipeline_Q, at_q, there_is_one):
+        if there_is_one:
+            pipeline_Q.consumer_release_w_index(1 - at_q)
+
+
+class KeyGradientsAhead(KeyGradients):
+    ahead = True
+
+
+_KEYS_64 = {"n_block_size": 64, "num_stages_dO": 2, "num_stages_PdS": 2, "dKV_swapAB": False}
+_KEYS_80 = {"n_block_size": 80, "num_stages_dO": 1, "num_stages_PdS": 1, "dKV_swapAB": True}
+APART = {  # dk's and dv's kernel and its tiles, where dq has another
+    "dq apart, 64 keys ahead": (KeyGradientsAhead, _KEYS_64),
+    "dq apart, 64 keys": (KeyGradients, _KEYS_64),
+    "dq apart, 80 keys": (KeyGradients, _KEYS_80),
+}
 
 
 def _compile(
@@ -387,7 +420,7 @@ def _one_kernel(
 
 
 def _apart(
-    tiles: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    name: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
     cu_seqlens_k: Tensor, scale: float, causal: bool, versions: Callable[[], str],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """A kernel for dk and dv, with tiles of its own, and one for dq."""
@@ -399,12 +432,13 @@ def _apart(
     prepare(THEIRS, out, dout, lse, cu_seqlens, until, lse_2, dpsum, None, rows, d, multiple)
     ends, of = (cu_seqlens, cu_seqlens_k), (q.dtype, heads // k.shape[1], d, dv_width, causal)
 
-    own = replace(config, **APART[tiles])
+    kind, tiles = APART[name]
+    own = replace(config, **tiles)
     until_k = blocks_until(cu_seqlens_k, own.n_block_size)
     turns = torch.empty(1, 1, 1, dtype=torch.int32, device=device)  # nobody waits
     tensors = q, k, v, dout, lse_2, dpsum, lse_2, dk, dv
-    make = partial(_compile, own, tensors, ends, turns, until_k, causal, KeyGradients)
-    kernel = cute_objects.kernel("backward, keys", device, (*of, until_k is None, tiles), make, versions)
+    make = partial(_compile, own, tensors, ends, turns, until_k, causal, kind)
+    kernel = cute_objects.kernel("backward, keys", device, (*of, until_k is None, name), make, versions)
     kernel(*tensors, scale, *ends, turns, until_k)
 
     until = blocks_until(cu_seqlens, rows * GROUPS)
