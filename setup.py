@@ -3,6 +3,7 @@
 VEXACT_BUILD        auto (default: CUDA where nvcc is found) | cpu | cuda (fail without nvcc)
 VEXACT_CUDA_ARCHS   comma-separated, default "80,90a,100a"
 VEXACT_OBJECTS      where objects are kept, default build/objects
+VEXACT_SANITIZE     1: the CPU half reports each access beyond a tensor, and undefined behaviour (tests/README.md)
 MAX_JOBS            compilers at a time, default one a core
 
 The extension uses torch's stable ABI (target 2.10) and no Python API: one binary serves every supported Python and
@@ -69,6 +70,10 @@ ISA_FLAGS = {
         "-mprefer-vector-width=512",
     ],
 }
+# After the others, so that -O1 holds. Bits stay, and so do the digests of what fixes them. What is left out of
+# "undefined" the address sanitizer sees too; with it and variables' places some files take ten times as long.
+SANITIZE_FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-var-tracking", "-fsanitize=address,undefined"]
+SANITIZE_FLAGS += ["-fno-sanitize=bounds,null,object-size"]
 if platform.machine() not in ("x86_64", "AMD64"):
     ISA_FLAGS = {"scalar": []}
 # About how long one compilation takes on a core of its own (a .cu: for one GPU), for the order and the forecast alone.
@@ -92,6 +97,13 @@ KEPT_DAYS = 30  # an object that no build has used for so long goes
 
 def sources(suffix):
     return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob(f"*{suffix}"))
+
+
+def sanitized():
+    asked = os.environ.get("VEXACT_SANITIZE") or "0"
+    if asked not in ("0", "1"):
+        raise SystemExit(f"VEXACT_SANITIZE: got {asked!r}, expected 0 or 1")
+    return asked == "1"
 
 
 def find_nvcc():
@@ -172,16 +184,17 @@ class Job:
 def plan(cxx, nvcc):
     """Every compilation of a build."""
     jobs = []
+    extra = SANITIZE_FLAGS if sanitized() else []
     for source in sources(".cpp"):
         common = [*CXX_FLAGS, *defines(source, nvcc)]
         if Path(source).name != "cpu_kernels.cpp":
-            jobs.append(Job(source, cxx, tuple(common), "the host"))
+            jobs.append(Job(source, cxx, (*common, *extra), "the host"))
             continue
         for isa, flags in ISA_FLAGS.items():
             own = [*common, *flags, f"-DVEXACT_ISA={isa}", f"-DVEXACT_ISA_{isa.upper()}"]
             if isa == "avx512":  # gcc 12 warns of its own headers, thousands of times
                 own += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
-            jobs.append(Job(source, cxx, tuple(own), isa))
+            jobs.append(Job(source, cxx, (*own, *extra), isa))
     for source in sources(".cu") if nvcc else []:
         archs = archs_of(source)
         gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
@@ -311,7 +324,9 @@ class BuildNative(build_ext):
         mode = os.environ.get("VEXACT_BUILD", "auto")
         if mode not in ("auto", "cpu", "cuda"):
             raise SystemExit(f"VEXACT_BUILD={mode!r}: expected auto, cpu or cuda")
-        nvcc = None if mode == "cpu" else find_nvcc()
+        if mode == "cuda" and sanitized():
+            raise SystemExit("VEXACT_SANITIZE=1 is for CPUs alone: got VEXACT_BUILD=cuda, expected auto or cpu")
+        nvcc = None if mode == "cpu" or sanitized() else find_nvcc()
         if mode == "cuda" and nvcc is None:
             raise SystemExit("VEXACT_BUILD=cuda, but no nvcc in CUDA_HOME/bin, on PATH or in /usr/local/cuda/bin")
         torch_dir = find_torch()
@@ -331,6 +346,7 @@ class BuildNative(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         linker = [nvcc, "-cudart", "static"] if nvcc else [cxx]  # nvcc knows where its own libraries are
+        linker += SANITIZE_FLAGS if sanitized() else []
         libraries = [f"-L{torch_dir / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".linking-") as linking:
             staged = Path(linking) / target.name

@@ -40,7 +40,7 @@ PROGRAMS = {
     "repeats": {"shape", "layers"},
     "rl_step": {"shape", "model", "layers", "steps", "prompts", "samples"},
     "rollout": {"shape", "repeats", "layers"},
-    "speculation": {"shape", "dtype", "model", "layers", "batch", "prompt", "new", "seed", "log"},
+    "speculation": {"shape", "dtype", "model", "layers", "batch", "prompt", "new", "seed", "log", "case"},
     "start": {"shape", "layers", "log"},
     "training": {"shape", "repeats", "layers"},
     "trl_steps": {"shape", "model", "layers", "steps", "prompts", "samples", "new"},

@@ -136,9 +136,9 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   m.def("delta_gates_bwd(Tensor dg, Tensor dbeta, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) da, Tensor(b!) db, Tensor(c!) da_log, Tensor(d!) ddt_bias) -> ()");
 
   // gated_delta on SM90: sequences with one row in the call; all others, or whole ones
-  m.def("gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) open_k, Tensor(c!) open_u, Tensor(d!) open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, float scale, bool l2norm, int columns, int ahead, Tensor(e!) out) -> ()");
-  m.def("gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, Tensor(a!)? final_state, Tensor(b!)? states, Tensor(c!)? us, Tensor(d!)? state, Tensor? open_k, Tensor(e!)? open_u, Tensor? open_g, Tensor? slots, Tensor? context_lens, float scale, bool l2norm, int columns, Tensor(f!)? out) -> ()");
-  m.def("gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, Tensor(a!)? final_state, Tensor(b!)? states, Tensor(c!)? us, Tensor(d!) prepared, float scale, bool l2norm, Tensor(e!)? out) -> ()");
+  m.def("gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) open_k, Tensor(c!) open_u, Tensor(d!) open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, float scale, bool l2norm, int ahead, Tensor(e!) out) -> ()");
+  m.def("gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, Tensor(a!)? final_state, Tensor(b!)? states, Tensor(c!)? us, Tensor(d!)? state, Tensor? open_k, Tensor(e!)? open_u, Tensor? open_g, Tensor? slots, Tensor? context_lens, Tensor(g!)? prepared, float scale, bool l2norm, int columns, Tensor(f!)? out) -> ()");
+  m.def("gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, Tensor(a!)? final_state, Tensor(b!)? states, Tensor(c!)? us, Tensor(d!) prepared, float scale, bool l2norm, bool wide, Tensor(e!)? out) -> ()");
   m.def("gated_delta_backward(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor states, Tensor us, Tensor(i!) prepared, bool is_prepared, float scale, bool l2norm, bool wide, Tensor(a!) dstates, Tensor(b!) dus, Tensor(c!) dq, Tensor(d!) dk, Tensor(e!) dv, Tensor(f!) dg, Tensor(g!) dbeta, Tensor(h!)? dinitial_state) -> ()");
 
   // sampler

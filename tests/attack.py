@@ -248,9 +248,9 @@ def linear_silu_mul(d: Draw) -> None:
 def silu_mul(d: Draw) -> None:
     n, rows = d.kind([64, 100, 1536, 7]), d.rows()
     gate, up, dy = d.special(d.values(rows, n)), d.special(d.values(rows, n)), d.values(rows, n)
-    activation = d.kind(["silu", "gelu_tanh"])
+    activation, approximate = d.kind(["silu", "gelu_tanh"]), d.kind(["none", "tanh"])
     again(d, with_gradients(d, lambda g, u: vx.silu_mul(g, u, activation=activation), 2), (gate, up, dy))
-    again(d, with_gradients(d, lambda x: vx.gelu(x, approximate=d.kind(["none", "tanh"])), 1), (gate, dy))
+    again(d, with_gradients(d, lambda x: vx.gelu(x, approximate=approximate), 1), (gate, dy))
     again(d, with_gradients(d, vx.sigmoid_mul, 2), (up, gate if d.chance(0.5) else gate[:, :1], dy))
 
 

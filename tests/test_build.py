@@ -100,6 +100,15 @@ def test_flags_and_compilers_are_in_the_name(ours, monkeypatch):
     assert not set(names(ours).values()) & set(before.values())
 
 
+def test_a_sanitized_build_has_objects_of_its_own_and_says_that_it_computes_the_same(ours, monkeypatch):
+    before, digests = names(ours), ours.source_digests(None)
+    monkeypatch.setenv("VEXACT_SANITIZE", "1")
+    assert not set(names(ours).values()) & set(before.values())
+    assert ours.source_digests(None) == digests
+    monkeypatch.setenv("VEXACT_SANITIZE", "0")
+    assert names(ours) == before
+
+
 # --- compiling --------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +166,7 @@ def test_the_torch_of_the_environment_is_built_against_where_there_is_one(ours, 
         ("MAX_JOBS", "0", "MAX_JOBS: got '0'"),
         ("VEXACT_CUDA_ARCHS", "90a,9.0", "VEXACT_CUDA_ARCHS: got '9.0', expected names such as 80, 90a"),
         ("VEXACT_CUDA_ARCHS", "", "VEXACT_CUDA_ARCHS: got ''"),
+        ("VEXACT_SANITIZE", "yes", "VEXACT_SANITIZE: got 'yes', expected 0 or 1"),
     ],
 )
 def test_what_was_mistyped_or_is_not_there_is_said_in_a_line(ours, monkeypatch, name, value, said):
@@ -165,6 +175,7 @@ def test_what_was_mistyped_or_is_not_there_is_said_in_a_line(ours, monkeypatch, 
         "CXX": lambda: ours.compiler_version.__wrapped__(value),
         "MAX_JOBS": ours.compilers_at_a_time,
         "VEXACT_CUDA_ARCHS": lambda: ours.archs_of("csrc/kv_cache/cuda.cu"),
+        "VEXACT_SANITIZE": ours.sanitized,
     }
     with pytest.raises(SystemExit, match=f"^{said}"):
         asks[name]()

@@ -407,13 +407,20 @@ struct FewSums {
 };
 
 // Sequences up to the last one with a query: those behind are there where a step is padded, and an item takes a block about
-// a microsecond even where there is nothing in it. A warp calls it.
+// a microsecond even where there is nothing in it. A warp calls it. Many are looked at together, for a look takes as long
+// for one as for all: nothing is fetched before it is known how many there are.
 __device__ __forceinline__ int sequences_with_queries(const Args& a) {
-  for (int first = (a.sequences - 1) & -32; first >= 0; first -= 32) {
-    const int sequence = first + int(threadIdx.x % 32);
-    const bool some = sequence < a.sequences && extent(a.q_at, sequence, a.tokens).length > 0;
-    const unsigned those = __ballot_sync(~0u, some);
-    if (those) return first + 32 - __clz(those);
+  constexpr int kLooks = 4;
+  for (int end = a.sequences; end > 0; end -= kLooks * 32) {
+    bool some[kLooks];
+#pragma unroll
+    for (int i = 0; i < kLooks; ++i) {
+      const int sequence = end - (i + 1) * 32 + int(threadIdx.x % 32);
+      some[i] = extent(a.q_at, max(sequence, 0), a.tokens).length > 0 && sequence >= 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kLooks; ++i)
+      if (const unsigned those = __ballot_sync(~0u, some[i])) return end - i * 32 - __clz(those);
   }
   return 0;
 }

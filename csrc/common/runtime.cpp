@@ -96,6 +96,12 @@ void parallel_dynamic(int64_t count, int64_t grain, RangeFn fn, void* context) {
 
 int num_threads() { return int(torch::stable::get_num_threads()); }
 
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kExact = true;  // memory of its own for each call, not a byte more than it asks for: what is beyond is seen
+#else
+constexpr bool kExact = false;
+#endif
+
 void* scratch(int slot, int64_t bytes) {
   struct Buffer {
     void* data = nullptr;
@@ -104,11 +110,12 @@ void* scratch(int slot, int64_t bytes) {
   };
   thread_local Buffer buffers[8];
   Buffer& buffer = buffers[slot];
-  if (buffer.size < bytes) {
+  if (kExact || buffer.size < bytes) {
     std::free(buffer.data);
-    buffer.size = (bytes + 4095) / 4096 * 4096;
-    buffer.data = std::aligned_alloc(64, buffer.size);
-    if (!buffer.data) {
+    buffer.data = nullptr;
+    buffer.size = kExact ? bytes : (bytes + 4095) / 4096 * 4096;
+    if (posix_memalign(&buffer.data, 64, buffer.size)) {
+      buffer.data = nullptr;
       buffer.size = 0;
       throw std::bad_alloc();
     }

@@ -31,6 +31,7 @@ struct GatedDeltaChunks {
   int sequences, slot_count, tokens, hk, hv, dk, dv;
   float scale;
   bool l2norm;
+  bool within;  // with slots: those sequences alone that go on within a chunk
 };
 
 namespace delta {
@@ -68,6 +69,7 @@ __global__ void __launch_bounds__(kChunkThreads, COLUMNS <= 32 ? 2 : 1) chunks_k
     slot = args.slots[b];
     if (slot >= args.slot_count) slot = -1;
     if (slot >= 0) position = max(args.context_lens[b] - (end - begin), 0);
+    if (args.within && position % kChunk == 0) return;
   }
   const int64_t plane = int64_t(DK) * args.dv, k_step = int64_t(args.hk) * DK, w_step = int64_t(args.hv) * args.dv;
   const bool kept = slot >= 0;

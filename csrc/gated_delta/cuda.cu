@@ -8,28 +8,28 @@
 #include "gated_delta/decode.cuh"
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
+#include "gated_delta/wide.cuh"
 #include "gated_delta/wide_scan.cuh"
 
 namespace vx {
 namespace {
 
-template <class T, int DK, int COLUMNS>
+template <class T, int DK>
 void launch(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
-  auto kernel = delta::decode_kernel<T, DK, COLUMNS>;
-  constexpr int kBytes = sizeof(delta::DecodeShared<T, DK, COLUMNS>);
+  auto kernel = delta::decode_kernel<T, DK>;
+  constexpr int kBytes = sizeof(delta::DecodeShared<T, DK>);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, kBytes, device, allowed);
-  const dim3 grid(unsigned(args.hv * (args.dv / COLUMNS)), unsigned(args.sequences));
-  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kDecodeThreads<COLUMNS>, kBytes, stream, args));
+  const dim3 grid(unsigned(args.hv * (args.dv / kDecodeColumns)), unsigned(args.sequences));
+  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kDecodeThreads, kBytes, stream, args));
 }
 
 template <class T>
-void launch(const GatedDeltaDecode& args, int64_t columns, int device, cudaStream_t stream) {
-  if (columns == 128) return launch<T, 128, 128>(args, device, stream);
+void launch(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
   switch (args.dk) {
-    case 64: return launch<T, 64, 64>(args, device, stream);
-    case 128: return launch<T, 128, 64>(args, device, stream);
-    default: launch<T, 256, 64>(args, device, stream);
+    case 64: return launch<T, 64>(args, device, stream);
+    case 128: return launch<T, 128>(args, device, stream);
+    default: launch<T, 256>(args, device, stream);
   }
 }
 
@@ -55,21 +55,27 @@ void prepare(const GatedDeltaBackward& rows, delta::Prepared* prepared, int devi
 }
 
 template <class T, bool KEEP>
-void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, int device, cudaStream_t stream) {
+void pass(const GatedDeltaChunks& args, const delta::Prepared* prepared, bool wide, int device, cudaStream_t stream) {
   constexpr int kBytes = sizeof(delta::WholeShared<T>);
   static_assert(kBytes <= 227 << 10);
-  static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
+  static std::atomic<uint64_t> allowed{0}, wide_allowed{0};
   const dim3 grid(unsigned(args.hv * (args.dv / delta::kColumns)), unsigned(args.sequences));
-  delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
-  VX_CUDA_CHECK(cudaGetLastError());
+  if (wide) {
+    allow_shared_memory(delta::wide_kernel<T, KEEP>, delta::kWideBytes<T>, device, wide_allowed);
+    delta::wide_kernel<T, KEEP><<<grid, delta::kWideWholeThreads, delta::kWideBytes<T>, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
+  } else {
+    allow_shared_memory(delta::whole_kernel<T, KEEP>, kBytes, device, allowed);
+    delta::whole_kernel<T, KEEP><<<grid, delta::kPassThreads, kBytes, stream>>>(args, prepared);
+    VX_CUDA_CHECK(cudaGetLastError());
+  }
 }
 
 template <class T>
-void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, int device,
-            cudaStream_t stream) {
+void launch(const GatedDeltaChunks& args, const GatedDeltaBackward& rows, delta::Prepared* prepared, bool wide,
+            int device, cudaStream_t stream) {
   prepare<T>(rows, prepared, device, stream);
-  args.out ? pass<T, false>(args, prepared, device, stream) : pass<T, true>(args, prepared, device, stream);
+  args.out ? pass<T, false>(args, prepared, wide, device, stream) : pass<T, true>(args, prepared, wide, device, stream);
 }
 
 template <class T>
@@ -177,25 +183,23 @@ void check_out(const Tensor& out, const Tensor& v) {
 // One row of each sequence that has one in this call; the others are left to another kernel.
 void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor open_k, Tensor open_u,
                         Tensor open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm,
-                        int64_t columns, int64_t ahead, Tensor out) {
+                        int64_t ahead, Tensor out) {
   GatedDeltaDecode args{};
   args.ahead = int(std::clamp<int64_t>(ahead, 0, 1 << 20));
   fill_rows(args, q, k, v, g, beta, cu_seqlens_q, scale, l2norm);
   fill_slots(args, q, state, open_k, open_u, open_g, slots, context_lens);
   args.open_k = mutable_data(open_k), args.open_g = static_cast<float*>(mutable_data(open_g));
-  const bool narrow = columns == 64 && (args.dk == 64 || args.dk == 128 || args.dk == 256);
-  STD_TORCH_CHECK((narrow || (columns == 128 && args.dk == 128)) && args.dv % columns == 0,
-                  "gated_delta: expected heads of 64, 128 or 256, and values of a multiple of 64, or heads of 128 and a multiple"
-                  " of 128; got ", args.dk, " and ", args.dv, " by ", columns);
+  STD_TORCH_CHECK((args.dk == 64 || args.dk == 128 || args.dk == 256) && args.dv % kDecodeColumns == 0,
+                  "gated_delta: expected heads of 64, 128 or 256, and values of a multiple of ", kDecodeColumns);
   check_out(out, v);
   args.out = mutable_data(out);
   if (args.sequences == 0 || args.tokens == 0) return;
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, columns, q.get_device_index(), stream);
+    launch<__nv_bfloat16>(args, q.get_device_index(), stream);
   else
-    launch<__half>(args, columns, q.get_device_index(), stream);
+    launch<__half>(args, q.get_device_index(), stream);
 }
 
 float* planes(const std::optional<Tensor>& t, const char* name, int64_t size) {
@@ -240,10 +244,10 @@ delta::Prepared* prepared_of(const Tensor& prepared, const GatedDeltaChunks& arg
   return reinterpret_cast<delta::Prepared*>(planes(prepared, "prepared", chunks * args.hv * kPrepared));
 }
 
-// Whole sequences.
+// Whole sequences. wide: by the warpgroup instruction.
 void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                        std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
-                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm,
+                       std::optional<Tensor> us, Tensor prepared, double scale, bool l2norm, bool wide,
                        std::optional<Tensor> out) {
   GatedDeltaChunks args = fill_whole(q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const int64_t plane = int64_t(args.hv) * args.dk * args.dv, chunks = args.tokens / kChunk + args.sequences;
@@ -264,9 +268,9 @@ void gated_delta_whole(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tens
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, rows, to, device, stream);
+    launch<__nv_bfloat16>(args, rows, to, wide, device, stream);
   else
-    launch<__half>(args, rows, to, device, stream);
+    launch<__half>(args, rows, to, wide, device, stream);
 }
 
 void check_out(const Tensor& out, const Tensor& like, const char* name) {
@@ -304,13 +308,14 @@ void gated_delta_backward(Tensor dout, std::optional<Tensor> dfinal, Tensor q, T
     launch<__half>(args, between, is_prepared, wide, chunks, device, stream);
 }
 
-// Whole sequences, or with slots those of more than one row; a block takes this many columns.
+// Whole sequences, or with slots those of more than one row; a block takes this many columns. prepared: those that go on
+// from a chunk's start go as whole sequences do by the warpgroup instruction.
 void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens,
                         std::optional<Tensor> initial_state, std::optional<Tensor> final_state, std::optional<Tensor> states,
                         std::optional<Tensor> us, std::optional<Tensor> state, std::optional<Tensor> open_k,
                         std::optional<Tensor> open_u, std::optional<Tensor> open_g, std::optional<Tensor> slots,
-                        std::optional<Tensor> context_lens, double scale, bool l2norm, int64_t columns,
-                        std::optional<Tensor> out) {
+                        std::optional<Tensor> context_lens, std::optional<Tensor> prepared, double scale, bool l2norm,
+                        int64_t columns, std::optional<Tensor> out) {
   GatedDeltaChunks args{};
   fill_rows(args, q, k, v, g, beta, cu_seqlens, scale, l2norm);
   const auto aligned = [](const Tensor& t) {
@@ -338,6 +343,17 @@ void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Ten
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
+  if (prepared) {
+    STD_TORCH_CHECK(slots && out && args.wide_beta && g.is_contiguous() && beta.is_contiguous(),
+                    "gated_delta: prepared: expected slots, outputs, and contiguous fp32 gates");
+    delta::Prepared* const to = prepared_of(*prepared, args);
+    const GatedDeltaBackward rows = rows_of(args);
+    args.within = true;
+    if (q.scalar_type() == ScalarType::BFloat16)
+      launch<__nv_bfloat16>(args, rows, to, true, device, stream);
+    else
+      launch<__half>(args, rows, to, true, device, stream);
+  }
   if (q.scalar_type() == ScalarType::BFloat16)
     columns == 32 ? launch<__nv_bfloat16, 32>(args, device, stream) : launch<__nv_bfloat16, 64>(args, device, stream);
   else

@@ -1,9 +1,9 @@
 // One row of a gated delta net from what its slot remembers, with the bits of the Triton kernels; no torch headers.
 //
-// A block takes 64 columns of a value head of one sequence, or 128, which read keys half as often: it reads the state once,
-// and of the open chunk the keys and the columns' w (w = r u: what u is multiplied by wherever it is used, see op.py), and
-// writes the state only behind a chunk's last row. 64 columns of 128 x 128 heads of bf16 take 52 KB of shared memory, so that
-// four blocks run on a multiprocessor and one's arithmetic hides behind the others' copies. The keys come first, for the products among keys run while the
+// A block takes 64 columns of a value head of one sequence: it reads the state once, and of the open chunk the keys and
+// the columns' w (w = r u: what u is multiplied by wherever it is used, see op.py), and writes the state only behind a
+// chunk's last row. 128 x 128 heads of bf16 take 52 KB of shared memory, so that four blocks run on a multiprocessor
+// and one's arithmetic hides behind the others' copies. The keys come first, for the products among keys run while the
 // state arrives; w take their place once these are done. So that memory rests at neither wait, blocks may ask the L2 cache
 // for what a later sequence's read, as long runs of bytes, and the first ones, which come up while the kernel before still
 // runs, for what they read themselves: no bit depends on that.
@@ -12,8 +12,7 @@
 
 namespace vx {
 
-template <int COLUMNS>
-constexpr int kDecodeThreads = 2 * COLUMNS;  // a warp takes 16
+constexpr int kDecodeColumns = 64, kDecodeThreads = 128;
 
 struct GatedDeltaDecode {
   const void *q, *k, *v;  // (tokens, hk, dk) twice, (tokens, hv, dv), dims contiguous
@@ -36,12 +35,12 @@ struct GatedDeltaDecode {
 
 namespace delta {
 
-template <class T, int DK, int COLUMNS>
+template <class T, int DK>
 struct DecodeShared {
-  float s[DK][COLUMNS];
+  float s[DK][kDecodeColumns];
   union {
     T k[kChunk][DK + 8];  // rows 16 bytes more than a multiple of 128 apart: ldmatrix meets all banks
-    float w[kChunk][COLUMNS];
+    float w[kChunk][kDecodeColumns];
   };
   float own[2][DK];  // this row's key and query, and as they came
   T narrow[2][DK];
@@ -57,7 +56,7 @@ __device__ __forceinline__ void into_l2(const void* from, int64_t bytes) {
 // This block's share of what the blocks of sequence b read of its slot: every so many-th open row of all heads, and as much
 // of the state as a block reads. The slot and the length may be those of another call, where what writes them still runs:
 // from L2, that no such value stays in L1.
-template <class T, int DK, int COLUMNS>
+template <class T, int DK>
 __device__ __forceinline__ void ask_for(const GatedDeltaDecode& args, int b) {
   if (b >= args.sequences) return;
   const int length = __ldcg(args.context_lens + b), slot = __ldcg(args.slots + b);
@@ -67,7 +66,7 @@ __device__ __forceinline__ void ask_for(const GatedDeltaDecode& args, int b) {
     into_l2(static_cast<const T*>(args.open_k) + slot * args.k_slot + j * k_step, k_step * sizeof(T));
     into_l2(args.open_w + slot * args.w_slot + j * w_step, w_step * sizeof(float));
   }
-  constexpr int kShare = DK * COLUMNS;
+  constexpr int kShare = DK * kDecodeColumns;
   if (length > kChunk)
     into_l2(args.state + slot * args.state_slot + int64_t(blockIdx.x) * kShare, kShare * sizeof(float));
 }
@@ -77,17 +76,16 @@ __device__ __forceinline__ int placed(int r, int c) { return c ^ ((r & 3) << 3);
 
 #endif
 
-template <class T, int DK, int COLUMNS>
-__global__ void __launch_bounds__(kDecodeThreads<COLUMNS>, (DK <= 128 ? 256 : 128) / COLUMNS)
-    decode_kernel(const GatedDeltaDecode args) {
+template <class T, int DK>
+__global__ void __launch_bounds__(kDecodeThreads, DK <= 128 ? 4 : 2) decode_kernel(const GatedDeltaDecode args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& sh = *reinterpret_cast<DecodeShared<T, DK, COLUMNS>*>(memory);
-  constexpr int kColumns = COLUMNS, kThreads = kDecodeThreads<COLUMNS>;
+  auto& sh = *reinterpret_cast<DecodeShared<T, DK>*>(memory);
+  constexpr int kColumns = kDecodeColumns, kThreads = kDecodeThreads;
   const int b = blockIdx.y, splits = args.dv / kColumns, h = blockIdx.x / splits, c0 = blockIdx.x % splits * kColumns;
   const int group = args.hv / args.hk, hk = h / group;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, gid = lane / 4, tig = lane % 4;
-  if (tid == 0 && b < 2 * args.ahead) ask_for<T, DK, COLUMNS>(args, b);
+  if (tid == 0 && b < 2 * args.ahead) ask_for<T, DK>(args, b);
   sm90::wait_for_kernel_before();
   sm90::let_kernel_after_start();
   const int t = args.offsets[b], behind = args.offsets[b + 1], length = args.context_lens[b], slot = args.slots[b];
@@ -154,8 +152,8 @@ __global__ void __launch_bounds__(kDecodeThreads<COLUMNS>, (DK <= 128 ? 256 : 12
       sh.g[i] = g;
       if (appends && c0 == 0) open_g[int64_t(i) * args.hv] = g;
     }
-  } else if (warp == 3 && lane == 0 && args.ahead && b >= args.ahead) {
-    ask_for<T, DK, COLUMNS>(args, b + args.ahead);
+  } else if (lane == 0 && args.ahead && b >= args.ahead) {
+    ask_for<T, DK>(args, b + args.ahead);
   }
   copies_wait<1>();
   __syncthreads();
@@ -247,8 +245,8 @@ __global__ void __launch_bounds__(kDecodeThreads<COLUMNS>, (DK <= 128 ? 256 : 12
   // The chunk's last row: the state at its end. Keys are read again, for w has taken their place: a thread's dims lie side by
   // side, so that a row's are one load, and its w serve all of them. No sum depends on which of the unit's rows it is.
   __syncthreads();
-  constexpr int kSteps = DK <= 128 ? 2 : 4;                  // of eight rows, whose keys are loaded at once
-  constexpr int kTiles = DK / COLUMNS, kDims = 2 * kTiles;  // of 16 dims of a warp's; a thread's: rows gid, gid + 8 of each
+  constexpr int kSteps = DK <= 128 ? 2 : 4;             // of eight rows, whose keys are loaded at once
+  constexpr int kTiles = DK / 64, kDims = 2 * kTiles;  // of 16 dims of a warp's; a thread's: rows gid and gid + 8 of each
   struct alignas(2 * kDims) Dims {
     T x[kDims];
   };

@@ -92,6 +92,10 @@ __device__ __forceinline__ void copy16_once(void* to, const void* from) {
                : "memory");
 }
 __device__ __forceinline__ void into_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// By the copy engine: a multiple of 16 bytes from a boundary of as many.
+__device__ __forceinline__ void bulk_into_l2(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {

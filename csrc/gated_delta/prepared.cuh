@@ -44,7 +44,7 @@ struct PrepareShared {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kBackwardThreads, 3) prepare_kernel(const GatedDeltaBackward args, Prepared* prepared) {
+__global__ void __launch_bounds__(kBackwardThreads, 4) prepare_kernel(const GatedDeltaBackward args, Prepared* prepared) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(16) unsigned char memory[];
   auto& sh = *reinterpret_cast<PrepareShared<T>*>(memory);
@@ -55,57 +55,65 @@ __global__ void __launch_bounds__(kBackwardThreads, 3) prepare_kernel(const Gate
   const int row = found.begin + found.chunk * kChunk, last = min(kChunk, found.end - row);
   if (found.chunk < 0 || last <= 0) return;
   load_keys<T>(sh, args, row, last, hk);
-  if (warp < group) make_gates(sh.gates[warp], args, row, last, hk * group + warp);
-  copies_wait<0>();
-  __syncthreads();
-  make_norms<T>(sh, sh, args.l2norm);
-  float gram[8][4] = {};
-  products_of<T, 8>(gram, (of_k ? sh.k : sh.q)[first], sh.k);
-  __syncthreads();
-  for (int one = 0; one < group; ++one) {
-    const int h = hk * group + one;
-    Prepared& to = prepared[int64_t(blockIdx.x) * args.hv + h];
-    if (one && one % 8 == 0) {
+  // Loops, and the products anew for every eight heads: what runs is to have room in the cache of instructions
+#pragma unroll 1
+  for (int from = 0; from < group; from += 8) {
+    const int heads = min(group - from, 8);
+    if (from) __syncthreads();
+    if (warp < heads) make_gates(sh.gates[warp], args, row, last, hk * group + from + warp);
+    if (from == 0) {
+      copies_wait<0>();
       __syncthreads();
-      if (one + warp < group) make_gates(sh.gates[warp], args, row, last, h + warp);
-      __syncthreads();
+      make_norms<T>(sh, sh, args.l2norm);
     }
-    const Gates& gates = sh.gates[one % 8];
-    const auto& g = gates.g;
+    __syncthreads();
+#pragma unroll 1
+    for (int n = 0; n <= m; ++n) {
+      float gram[2][4] = {};
+      products_of<T, 2>(gram, (of_k ? sh.k : sh.q)[first], sh.k + kBlock * n);
+#pragma unroll 1
+      for (int one = 0; one < heads; ++one) {
+        Prepared& to = prepared[int64_t(blockIdx.x) * args.hv + hk * group + from + one];
+        const Gates& gates = sh.gates[one];
+        const auto& g = gates.g;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      if (n / 2 > m) continue;
-      float x[4];
+        for (int half = 0; half < 2; ++half) {
+          float x[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = first + gid + e / 2 * 8, j = 8 * n + 2 * tig + e % 2;
-        const int seen = i < last ? (of_k ? i : i + 1) : 0;  // of these keys on: none
-        const float f = of_k ? gates.beta[i] * sh.r_k[i] : sh.r_q[i];
-        x[e] = j < seen ? f * (exp_term(g[i] - g[j]) * gram[n][e]) : 0.0f;
-      }
-      const int at = in_block(gid, n % 2 * 8 + 2 * tig);
-      if (n / 2 < m) {
-        auto& block = (of_k ? to.k.a : to.q.p)[m * (m - 1) / 2 + n / 2];
-        *reinterpret_cast<float4*>(block + at) = float4{rounded(x[0]), rounded(x[1]), rounded(x[2]), rounded(x[3])};
-      } else if (!of_k) {
-        *reinterpret_cast<float4*>(to.q.own[m] + at) = float4{x[0] + 0.0f, x[1] + 0.0f, x[2] + 0.0f, x[3] + 0.0f};
-      } else {
+          for (int e = 0; e < 4; ++e) {
+            const int i = first + gid + e / 2 * 8, j = kBlock * n + 8 * half + 2 * tig + e % 2;
+            const int seen = i < last ? (of_k ? i : i + 1) : 0;  // of these keys on: none
+            const float f = of_k ? gates.beta[i] * sh.r_k[i] : sh.r_q[i];
+            x[e] = j < seen ? f * (exp_term(g[i] - g[j]) * gram[half][e]) : 0.0f;
+          }
+          const int at = in_block(gid, 8 * half + 2 * tig);
+          if (n < m) {
+            auto& block = (of_k ? to.k.a : to.q.p)[m * (m - 1) / 2 + n];
+            *reinterpret_cast<float4*>(block + at) = float4{rounded(x[0]), rounded(x[1]), rounded(x[2]), rounded(x[3])};
+          } else if (!of_k) {
+            *reinterpret_cast<float4*>(to.q.own[m] + at) = float4{x[0] + 0.0f, x[1] + 0.0f, x[2] + 0.0f, x[3] + 0.0f};
+          } else {
 #pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-          const int r = gid + e / 2 * 8, c = n % 2 * 8 + 2 * tig;
-          const float low = -(x[e] + 0.0f), high = -(x[e + 1] + 0.0f);
-          *reinterpret_cast<float2*>(&to.rows.of[m][r][c]) = float2{low, high};
-          to.columns.of[m][c][r] = low, to.columns.of[m][c + 1][r] = high;
+            for (int e = 0; e < 4; e += 2) {
+              const int r = gid + e / 2 * 8, c = 8 * half + 2 * tig;
+              const float low = -(x[e] + 0.0f), high = -(x[e + 1] + 0.0f);
+              *reinterpret_cast<float2*>(&to.rows.of[m][r][c]) = float2{low, high};
+              to.columns.of[m][c][r] = low, to.columns.of[m][c + 1][r] = high;
+            }
+          }
         }
       }
     }
-    const int i = threadIdx.x;
-    if (i < kChunk) {
+#pragma unroll 1
+    for (int n = threadIdx.x; n < heads * kChunk; n += kBackwardThreads) {
+      const int i = n % kChunk, one = n / kChunk;
+      Prepared& to = prepared[int64_t(blockIdx.x) * args.hv + hk * group + from + one];
+      const Gates& gates = sh.gates[one];
       const float beta = gates.beta[i], decay = gates.decay[i];
       to.q.decay[i] = decay * sh.r_q[i];
       to.k.beta[i] = beta, to.k.decay[i] = decay * sh.r_k[i], to.k.r[i] = sh.r_k[i], to.k.rest[i] = gates.rest[i];
       to.k.back[i] = (beta * decay) * sh.r_k[i];
-      if (i < 4) to.k.whole[i] = exp_term(g[last - 1]);
+      if (i < 4) to.k.whole[i] = exp_term(gates.g[last - 1]);
     }
   }
 #endif

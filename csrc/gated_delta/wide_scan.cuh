@@ -9,7 +9,7 @@
 // it.
 #pragma once
 #include "gated_delta/scan.cuh"
-#include "gated_delta/wgmma.cuh"
+#include "gated_delta/warpgroup.cuh"
 
 namespace vx {
 namespace delta {
@@ -31,6 +31,7 @@ struct WideScanShared {
   float4 given[4][4][32], of_outputs[4][2][4][32];             // what they give to a chunk's rows and to the state
   float w[kChunk][kColumns + 4];                               // the gradients of u, as multiplied
   float turning[4][kBlock][kColumns + 8];
+  KeptDims kept[4];                                            // a warp's of the state's gradient, on their way to memory
   Passed k_there[2], k_free[2], q_there[2], q_free[2], s_there, solved[4], placed[4];
   Passed given_there, given_free, of_outputs_there, of_outputs_free;
 };
@@ -39,78 +40,6 @@ constexpr int kWideScanBytes = sizeof(WideScanShared<T>) + 1024;  // from a 1,02
 static_assert(kWideScanBytes<uint16_t> <= 227 << 10);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// d + a b^T of 64 rows of a and 32 of b, and eight of K; a as a tile of 16 rows a warp.
-// order: K ascending in the accumulator, eight at a time
-__device__ __forceinline__ void wide_product(float (&d)[4][4], const float (&a)[4], uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
-        "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
-        "+f"(d[3][2]), "+f"(d[3][3])
-      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[3])),
-        "l"(b));
-}
-
-// Two neighbours of a row and two of the one eight below it, from pairs of 16 bits.
-template <class T>
-__device__ __forceinline__ void widen_four(float (&to)[4], uint32_t upper, uint32_t lower) {
-  const float2 one = widen_two<T>(upper), other = widen_two<T>(lower);
-  to[0] = one.x, to[1] = one.y, to[2] = other.x, to[3] = other.y;
-}
-
-// A warp's 16 rows of keys or queries, from `row` on, as a left operand.
-using WideRows = float[kDepth / 8][4];
-template <class T>
-__device__ __forceinline__ void load_rows(WideRows& to, const T (*rows)[kDepth + 8], int row) {
-  const int lane = threadIdx.x % 32;
-  uint32_t x[kDepth / 16][4];
-#pragma unroll
-  for (int n = 0; n < kDepth / 16; ++n) load_matrix(x[n], &rows[row + lane % 16][16 * n + lane / 16 * 8]);
-#pragma unroll
-  for (int n = 0; n < kDepth / 8; ++n) widen_four<T>(to[n], x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
-}
-// The operand that lies `k` of K behind the first one.
-__device__ __forceinline__ uint64_t operand_behind(uint64_t first, int k) {
-  const uint32_t low = uint32_t(first) + (k / 32 * int(sizeof(Panel<kColumns>)) + k % 32 * 4) / 16;
-  return (first & 0xffffffff00000000) | low;
-}
-// d + rows s^T, s being the state.
-__device__ __forceinline__ void multiply_wide(float (&d)[4][4], const WideRows& rows, const Panel<kColumns>* s) {
-  const uint64_t from = operand_of<kColumns>(s, 0, 0);
-  sm90::wgmma_begin();
-#pragma unroll
-  for (int n = 0; n < kDepth / 8; ++n) wide_product(d, rows[n], operand_behind(from, 8 * n));
-  sm90::wgmma_commit();
-}
-
-// Of a block's rows those that there are, mostly all.
-template <class F>
-__device__ __forceinline__ void each_row(int count, F to) {
-  if (count >= kBlock) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) to(i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i)
-      if (i < count) to(i);
-  }
-}
-
-// A warp's tiles of 16 rows to a column a thread.
-__device__ __forceinline__ void to_columns(float (&to)[kBlock], const float (&from)[4][4], float (*through)[kColumns + 8]) {
-  const int lane = threadIdx.x % 32, gid = lane / 4, tig = lane % 4;
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      *reinterpret_cast<float2*>(&through[gid + 8 * half][8 * n + 2 * tig]) = float2{from[n][2 * half], from[n][2 * half + 1]};
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) to[i] = through[i][lane];
-  __syncwarp();
-}
 
 // The warps of the outputs' gradients meet.
 __device__ __forceinline__ void meet_outputs() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
@@ -147,12 +76,28 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (warp > 9) return;
-    bring_chunks<T>(sh, sh.dout, warp == 8, args, prepared, chunks, hk, h, c0, row_of, last_of, place_of);
+    const bool of_k = warp == 8;
+    const Source<T> from{
+        of_k ? static_cast<const T*>(args.k) + hk * args.k_head : static_cast<const T*>(args.q) + hk * args.q_head,
+        of_k ? nullptr : static_cast<const T*>(args.dout) + int64_t(h) * args.dv_size + c0, of_k ? args.k_row : args.q_row, v_step};
+    const int bytes = of_k ? sizeof(sh.of_k[0]) : sizeof(sh.of_q[0]);
+    const auto numbers_of = [&](int turn) {
+      const Prepared& all = prepared[place_of(turn)];
+      return of_k ? static_cast<const void*>(&all.k) : &all.q;
+    };
+#pragma unroll 1
+    for (int turn = 0; turn < chunks; ++turn) {
+      const int n = turn % 2, use = turn / 2, far = turn + 2;
+      if (use) (of_k ? sh.k_free : sh.q_free)[n].wait(use - 1);
+      from.bring(of_k ? sh.k[n] : sh.q[n], sh.dout[n], of_k ? static_cast<void*>(&sh.of_k[n]) : &sh.of_q[n], numbers_of(turn),
+                 bytes, row_of(turn), last_of(turn), (of_k ? sh.k_there : sh.q_there)[n]);
+      if (far < chunks) from.ask(numbers_of(far), bytes, row_of(far), last_of(far));
+    }
     return;
   }
 
   const int first = kBlock * part;
-  // Of this warp's dims keys or queries as a left operand: two of eight rows of each block and tile.
+  // Of this warp's dims keys as a left operand: two of eight rows of each block and tile.
   const auto load_dims = [&](uint32_t (&to)[4][2][4], const T (*rows)[kDepth + 8]) {
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -172,6 +117,9 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
         for (int t = 0; t < 2; ++t)
           widen_four<T>(left[m][half][t], dims[m][t][2 * half], dims[m][t][2 * half + 1]);
     wait();
+#pragma unroll
+    for (int m = 0; m < 4; ++m) settle(left[m][0]), settle(left[m][1]);
+    settle(d[0]), settle(d[1]);
     sm90::wgmma_begin();
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -188,7 +136,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   };
 
   if (warp >= 4) {
-    const uint64_t of_d = operand_of<kColumns>(sh.d, 0, 0);
+    const uint64_t of_d = operand_of<kColumns>(sh.d, 0, 0), of_decayed = operand_of<kColumns>(sh.decayed, 0, 0);
     for (int turn = 0; turn < chunks; ++turn) {
       const int n = turn % 2, use = turn / 2;
       const auto& of = sh.of_q[n];
@@ -205,29 +153,39 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
       }
       written_for_products();
       meet_outputs();
-      // This warp's rows: columns of P, whose rows before them are zeros.
-      float rows[4][4] = {}, left[kChunk / 8][4];
-#pragma unroll
-      for (int i = 0; i < kChunk / 8; ++i) {
-        const int m = i / 2;
-        const Placed& from = m == part ? of.own[m] : of.p[m > part ? m * (m - 1) / 2 + part : 0];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float p = as_operand(from[in_block(i % 2 * 8 + 2 * tig + e % 2, gid + e / 2 * 8)]);
-          left[i][e] = m >= part ? p : 0.0f;
-        }
-      }
+      float rows[4][4] = {}, added[2][4][4] = {};
       // order: rows ascending
-      sm90::wgmma_begin();
+#pragma unroll 1
+      for (int m = 0; m < 4; ++m) {
+        // This warp's rows: columns of P, whose rows before them are zeros; and its dims of the queries
+        const Placed& from = m == part ? of.own[m] : of.p[m > part ? m * (m - 1) / 2 + part : 0];
+        float left[2][4], of_dims[2][2][4];
 #pragma unroll
-      for (int i = 0; i < kChunk / 8; ++i) wide_product(rows, left[i], operand_behind(of_d, 8 * i));
-      sm90::wgmma_commit();
-      uint32_t dims[4][2][4];
-      load_dims(dims, sh.q[n]);
-      sm90::wgmma_wait<0>();
-      float added[2][4][4] = {};
-      multiply_dims(added, dims, sh.decayed, [] {});
-      sm90::wgmma_wait<0>();
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float p = as_operand(from[in_block(8 * half + 2 * tig + e % 2, gid + e / 2 * 8)]);
+            left[half][e] = m >= part ? p : 0.0f;
+          }
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          uint32_t dims[4];
+          load_transposed(dims, &sh.q[n][kBlock * m + lane % 8 + lane / 16 * 8][64 * t + first + lane / 8 % 2 * 8]);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) widen_four<T>(of_dims[half][t], dims[2 * half], dims[2 * half + 1]);
+        }
+        settle(left), settle(of_dims[0]), settle(of_dims[1]), settle(rows), settle(added[0]), settle(added[1]);
+        sm90::wgmma_begin();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          wide_product(rows, left[half], operand_behind(of_d, kBlock * m + 8 * half));
+#pragma unroll
+          for (int t = 0; t < 2; ++t) wide_product(added[t], of_dims[half][t], operand_behind(of_decayed, kBlock * m + 8 * half));
+        }
+        sm90::wgmma_commit();
+        sm90::wgmma_wait<0>();
+        settle(rows), settle(added[0]), settle(added[1]);
+      }
       sh.q_free[n].arrive();
       if (turn) sh.given_free.wait(turn - 1);
 #pragma unroll
@@ -279,6 +237,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
       for (int n = 0; n < 4; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) to[2 * t * (kColumns * 32) + 256 * n + places[e]] = as_operand(s[t][n][e]);
+    put_dims(sh.kept[part], s);
     written_for_products();
     sh.s_there.arrive();
   };
@@ -286,7 +245,12 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
   float w[kBlock] = {};  // the gradients of u of this warp's rows, a column a thread
   const auto write_dus = [&](int turn) {
     float* const to = args.dus + int64_t(row_of(turn) + first) * v_step + int64_t(h) * args.dv_size + c0 + lane;
-    each_row(last_of(turn) - first, [&](int i) { to[i * v_step] = w[i]; });
+    // By a loop, which needs them in shared memory: what all warps run is to have room in the cache of instructions
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) turning[i][lane] = w[i];
+    const int last = min(last_of(turn) - first, kBlock);
+#pragma unroll 1
+    for (int i = 0; i < last; ++i) to[i * v_step] = turning[i][lane];
   };
   WideRows rows;  // of keys: this warp's of the next chunk
   if (chunks) {
@@ -302,7 +266,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     sh.s_there.wait(turn);
     multiply_wide(x, rows, sh.s);
     // Behind the barrier that those wait for who read the state: it would wait for stores too
-    write_to(args.dstates + place_of(turn) * plane + c0);
+    store_dims(args.dstates + place_of(turn) * plane + c0, args.dv_size, first, sh.kept[part]);
     if (turn) write_dus(turn - 1);
     const float rest[2] = {of.rest[first + gid], of.rest[first + gid + 8]};
     sh.given_there.wait(turn);
@@ -311,6 +275,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
     for (int m = 0; m < 4; ++m) given[m] = sh.given[part][m][lane];
     sh.given_free.arrive();
     sm90::wgmma_wait<0>();
+    settle(x);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float four[4] = {given[m].x, given[m].y, given[m].z, given[m].w};
@@ -398,6 +363,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_scan_kernel(const GatedD
       load_rows(rows, sh.k[(turn + 1) % 2], first);
     }
     sm90::wgmma_wait<0>();
+    settle(added[0]), settle(added[1]);
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll

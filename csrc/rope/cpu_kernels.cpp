@@ -113,6 +113,7 @@ VX_INLINE void sincos(float angle, float& sine, float& cosine) {
 template <class T>
 void cos_sin(const RopeCosSin& a) {
   const int64_t f = a.frequencies;
+  if (f == 0) return;  // empty tables have no address to copy from
   parallel_for(0, a.tokens, 1 + 2048 / (f + 1), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       T *cos = static_cast<T*>(a.cos) + token * 2 * f, *sin = static_cast<T*>(a.sin) + token * 2 * f;

@@ -16,8 +16,8 @@ from vexact_engine.core import drafts
 from vexact_engine.core.plan import Sampled
 from vexact_engine.request import derive_seed
 
-# Milliseconds of a step of so many rows: Qwen3-8B on an H200, about.
-ROWS = [(0, 4.2), (64, 4.2), (128, 4.8), (256, 6.5), (512, 11.5), (1024, 22.0)]
+# Milliseconds of a step of so many rows: Qwen3-8B on an H200, up to 128 as kernels' ends in a trace show, about behind.
+ROWS = [(0, 4.3), (16, 4.35), (32, 4.7), (64, 5.03), (128, 5.24), (256, 6.5), (512, 11.5), (1024, 22.0)]
 SIZES = [1, *range(32, 513, 32)]  # of graphs
 PROMPT, NEW = 256, 192
 
@@ -123,7 +123,7 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05], ids=["", "noise"])
-@pytest.mark.parametrize("sequences, most", [(1, 0.36), (16, 0.45), (64, 0.7)])
+@pytest.mark.parametrize("sequences, most", [(1, 0.365), (16, 0.45), (64, 0.7)])
 def test_the_choice_is_close_to_the_best_number(sequences, most, noise):
     """Found by trying each: in the second round within 3 %, in the first, which is to measure, within 6 %."""
     best = min(ratios(sequences, handed_in(count, always=True))[0][-1] for count in (1, 2, 3, 4, 6, 8))

@@ -329,6 +329,23 @@ def test_memory_of_a_hand_over_keeps_its_size(sockets):
     memory.close()
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_memory_of_a_hand_over_is_there_while_somebody_has_a_view_of_it(opened, sockets):
+    """Otherwise what is mapped there next would be read and written by that."""
+    memory = made = buffers.HostMemory.made("viewed", 4096)
+    if opened:
+        memory = buffers.HostMemory.opened(made.handle, "viewed", 4096)
+    view = memory.tensor[64:128]
+    view.fill_(7)
+    made.close()
+    memory.close()
+    assert memory.tensor is None
+    assert "vexact-weights-viewed" in Path("/proc/self/maps").read_text()
+    assert view.tolist() == [7] * 64
+    del view
+    assert "vexact-weights-viewed" not in Path("/proc/self/maps").read_text()
+
+
 # DTensors
 
 

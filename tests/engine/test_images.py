@@ -522,6 +522,14 @@ def test_the_server_takes_images_and_says_what_is_wrong_with_one(monkeypatch):
                 with pytest.raises(openai.BadRequestError) as refused:
                     client.chat.completions.create(messages=messages(good, url), **ask)
                 assert said in str(refused.value), refused.value
+            with (
+                serving.serve(engine, max_images=1) as other,
+                openai.OpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0) as few,
+            ):
+                few.chat.completions.create(messages=messages(good), **ask)
+                with pytest.raises(openai.BadRequestError) as refused:
+                    few.chat.completions.create(messages=messages(good, good), **ask)
+            assert "messages[0].content[2]: got image 2, expected at most 1 in one prompt" in str(refused.value)
             import urllib.request
 
             from vexact_engine.serve import remote

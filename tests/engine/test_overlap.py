@@ -571,16 +571,26 @@ def test_a_sleep_that_was_too_long_is_not_repeated():
 
 
 @pytest.mark.parametrize("in_flight, latest", [(1, 0.0004), (2, 0.003)])
-def test_a_plan_that_none_is_behind_is_looked_at_more_often(in_flight, latest):
-    loop, now, Step = waiting(in_flight)
-    late = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vexact_engine.core.loop.time.perf_counter", lambda: now[0])
-        for number in range(40):
-            step = Step(0.04 + 0.0001 * (number % 25))
-            loop._await(step, size=64)
-            late.append(now[0] - step.end)
+def test_a_plan_that_none_is_behind_is_looked_at_more_often(in_flight, latest, monkeypatch):
+    (loop, now, Step), late = waiting(in_flight), []
+    monkeypatch.setattr("vexact_engine.core.loop.time.perf_counter", lambda: now[0])
+    for number in range(40):
+        step = Step(0.04 + 0.0001 * (number % 25))
+        loop._await(step, size=64)
+        late.append(now[0] - step.end)
     assert latest / 4 < max(late[10:]) < latest, late
+
+
+def test_what_is_behind_a_long_plan_is_not_through_before_the_next_is_launched(monkeypatch):
+    """As single tokens behind a prompt: they take less than the sixteenth of that."""
+    (loop, now, Step), late = waiting(in_flight=2), []
+    monkeypatch.setattr("vexact_engine.core.loop.time.perf_counter", lambda: now[0])
+    for number in range(40):
+        loop._await(Step(0.002), size=16, behind=_size(2048))
+        step = Step(0.04 + 0.0001 * (number % 25))
+        loop._await(step, _size(2048), behind=16)
+        late.append(now[0] - step.end)
+    assert max(late[10:]) < 0.0005, late
 
 
 def test_plans_of_about_one_size():

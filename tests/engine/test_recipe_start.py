@@ -15,7 +15,7 @@ pytest.importorskip("zmq", reason="pyzmq is not installed")
 import vexact_ops as vx
 from vexact_engine import cli
 from vexact_engine.core import garbage
-from vexact_engine.parallel import begun
+from vexact_engine.parallel import prestart
 from vexact_engine.parallel.replicas import Replicas
 from vexact_engine.recipes import grpo, record, report
 from vexact_engine.recipes.launch import launch
@@ -132,7 +132,7 @@ def test_too_little_memory_to_prepare_is_no_fault(model, monkeypatch):
     trainer.options, trainer.device, trainer.aligned = Options(model=model, **SMALL), torch.device("cpu"), False
     trainer._batches = lambda samples, parts=1: [samples]
     trainer.optimizer = SimpleNamespace(zero_grad=lambda: done.append("gradients"))
-    trainer.follow = lambda: done.append("weights")
+    trainer.round_masters = lambda: done.append("weights")
     trainer._forward = lambda *_, **more: (_ for _ in ()).throw(torch.OutOfMemoryError("too long"))
     trainer.prepare([None], [None])
     assert done == ["gradients", "weights"]
@@ -144,7 +144,7 @@ def test_nothing_is_timed_while_it_prepares(model, monkeypatch):
     trainer, seen = object.__new__(Trainer), []
     trainer.options, trainer.device, trainer.aligned = Options(model=model, **SMALL), torch.device("cpu"), False
     trainer._batches, trainer._parameters = lambda samples, parts=1: [samples], []
-    trainer.optimizer, trainer.follow = SimpleNamespace(zero_grad=lambda: None), lambda: None
+    trainer.optimizer, trainer.round_masters = SimpleNamespace(zero_grad=lambda: None), lambda: None
 
     class Seen(torch.autograd.Function):
         @staticmethod
@@ -191,20 +191,20 @@ def test_nothing_is_collected_meanwhile():
 
 def test_an_engine_s_process_begins_ahead_and_is_taken(model):
     arguments = {"options": Options(model=model, **SMALL).to_json(), "device": "cpu"}
-    with begun.beginning(MAKE, 2, "vexact_engine.recipes.rollout:import_ahead", "cpu"):
-        first, other = (one.started[1].pid for one in begun._waiting)
+    with prestart.prestarted(MAKE, 2, "vexact_engine.recipes.rollout:import_ahead", "cpu"):
+        first, other = (one.started[1].pid for one in prestart._waiting)
         with Replicas(MAKE, [arguments]) as replicas:
             assert [one.pid for one in replicas.replicas] == [first]
             assert is_alive(other)
-    assert not begun._waiting and not is_alive(other)  # that nobody took
+    assert not prestart._waiting and not is_alive(other)  # that nobody took
 
 
 @pytest.mark.parametrize("what", ["make", "variable", "own variable", "path"])
 def test_a_process_that_began_as_another_is_left(what, monkeypatch, model):
     arguments = {"options": Options(model=model, **SMALL).to_json(), "device": "cpu"}
     monkeypatch.setenv("VEXACT_FIRST", "1")
-    with begun.beginning("somewhere:else" if what == "make" else MAKE, 1):
-        pid = begun._waiting[0].started[1].pid
+    with prestart.prestarted("somewhere:else" if what == "make" else MAKE, 1):
+        pid = prestart._waiting[0].started[1].pid
         if what == "variable":
             monkeypatch.setenv("VEXACT_FIRST", "2")
         if what == "path":
@@ -216,7 +216,7 @@ def test_a_process_that_began_as_another_is_left(what, monkeypatch, model):
 
 def test_what_fails_ahead_is_met_where_it_is_needed(model):
     arguments = {"options": Options(model=model, **SMALL).to_json(), "device": "cpu"}
-    with begun.beginning(MAKE, 1, "vexact_engine.nowhere:nothing"), Replicas(MAKE, [arguments]) as replicas:
+    with prestart.prestarted(MAKE, 1, "vexact_engine.nowhere:nothing"), Replicas(MAKE, [arguments]) as replicas:
         assert replicas.config.max_num_seqs == 8
 
 

@@ -596,6 +596,25 @@ def test_every_launch_of_few_queries_takes_every_item(tiles):
 
 
 @SM90
+@pytest.mark.parametrize("padding", [1, 31, 32, 97, 128, 400])
+@pytest.mark.parametrize("sequences", [1, 16, 33, 130])
+def test_padding_behind_few_queries_is_no_sequence(sequences, padding):
+    """However many sequences without a query stand behind the others, of which one may have none either."""
+    from vexact_ops.attention import cuda
+
+    lengths = [97 * i % 700 + 16 for i in range(1, sequences + 1)]
+    counts = [1 if i == sequences - 1 else i % 5 for i in range(sequences)]
+    q, k, v = attention_inputs(lengths, 8, 2, 128, 128, seed=27, dtype=torch.bfloat16, device="cuda")
+    *kept, table, lens, _ = step_of(lengths, k, v, 16)[:5]
+    q, behind = q[: sum(counts)], torch.zeros(padding, dtype=torch.int32, device="cuda")
+    padded = torch.cat([table, table.new_zeros(padding, table.shape[1])]), torch.cat([lens, behind])
+    expected, found = torch.empty_like(q), torch.full_like(q, float("nan"))
+    cuda.ours_paged(q, *kept, table, lens, offsets(counts, "cuda"), 16, 128**-0.5, None, None, None, expected)
+    cuda.few_paged(q, *kept, *padded, offsets(counts + [0] * padding, "cuda"), 16, 128**-0.5, None, None, found, 1)
+    assert_bitwise(found, expected)
+
+
+@SM90
 @pytest.mark.parametrize("heads,dtype", [(16, torch.bfloat16), (128, torch.bfloat16), (5, torch.float16)], ids=str)
 @pytest.mark.parametrize("segment,window", [(None, None), (128, None), (None, 200), (256, 70)], ids=str)
 def test_latent_keys_hold_their_values(heads, dtype, segment, window):

@@ -1,5 +1,8 @@
 """gated_delta on SM90: kernels of whole sequences and of the backward have the canonical bits at true sizes."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from test_gated_delta import rows_of, train
@@ -41,3 +44,39 @@ def test_every_kernel_has_the_canonical_bits(part, crowded):
         expected = cuda._verified(part, "triton", *case)
         for tile in cuda.TILES[part]:
             assert_bitwise(cuda._verified(part, f"sm90 {part} {tile}", *case), expected)
+
+
+def test_a_name_says_which_way_sequences_go():
+    from vexact_ops.gated_delta import cuda
+
+    for part in cuda.CHUNKS, cuda.WHOLE, cuda.BACKWARD:
+        assert [tile for tile in cuda.TILES[part] if cuda._wide(f"sm90 {part} {tile}")] == ["32 wide"]
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90 GPU"
+)
+@pytest.mark.parametrize("before", [0, 64, 128, 40])
+@pytest.mark.parametrize("lengths", [(64,), (1, 0, 2), (63, 64, 65, 0, 300), (700,)], ids=str)
+def test_prefills_by_whole_sequences_have_the_bits_of_chunks(lengths, before):
+    """From a chunk's start with a state or without one, within a chunk, without a slot; single rows, which are left."""
+    from vexact_ops.gated_delta import cuda
+
+    hk, hv, d, count, tokens = 2, 4, 128, len(lengths), sum(lengths)
+    new = functools.partial(torch.randn, generator=torch.Generator("cuda").manual_seed(count), device="cuda")
+    q, k, v = (new(tokens, heads, d).bfloat16() for heads in (hk, hk, hv))
+    g, beta = -0.1 * new(tokens, hv).abs(), new(tokens, hv).sigmoid().bfloat16()
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    slots = torch.arange(count, 0, -1, dtype=torch.int32, device="cuda")
+    if before == 128:
+        slots[-1] = -1
+    held = new(count + 1, hv, d, d), new(count + 1, 64, hk, d).bfloat16(), new(count + 1, 64, hv, d)
+    memory = *held, -new(count + 1, 64, hv).abs()
+
+    def run(name):
+        out, memory_of_it = torch.zeros_like(v), [t.clone() for t in memory]
+        step = slots, offsets.diff() + before, offsets
+        cuda._paged("chunks", name, q, k, v, g, beta, memory_of_it, step, 0.3, True, out)
+        return out, *memory_of_it
+
+    assert_bitwise(run("sm90 chunks 32 wide"), run("sm90 chunks 32"))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import devices
 from families import alone, family, pack, pad, sequences, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
@@ -138,6 +139,57 @@ def test_positions_that_no_engine_has_are_refused():
             handle.logprobs(ids, position_ids=positions + 1)
         with pytest.raises(ValueError, match="position_ids: got a sequence that begins at 2, expected 0"):
             handle.logprobs(padded, attention_mask=mask, position_ids=torch.arange(5).expand(3, 5))
+
+
+class _Reads(TorchDispatchMode):
+    """What is done, in its order: an answer that the host reads, or a forward's op."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            self.done.append("read")
+        elif func.namespace.startswith("vexact"):
+            self.done.append("op")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("axes", [None, 3], ids=["one axis", "three axes"])
+def test_positions_are_read_once_the_device_has_the_forward(axes):
+    """A GPU would have nothing to do while the host waits for its answer."""
+    model = tiny("llama")
+    ids, cu, positions = pack(sequences((3, 4, 5)))
+    positions = positions if axes is None else positions.expand(axes, *positions.shape)
+    with vx.patch.hf(model) as handle:
+        with _Reads() as seen:
+            handle.logprobs(ids, cu_seqlens=cu, position_ids=positions)
+        assert seen.done.count("op") > 2 and "read" in seen.done
+        assert "op" not in seen.done[seen.done.index("read") :]
+        with pytest.raises(ValueError, match="position_ids: got others than 0, 1, 2"):
+            handle.logprobs(ids, cu_seqlens=cu, position_ids=positions + 1)
+        if axes:
+            with pytest.raises(ValueError, match="position_ids: got other positions on one axis than on another"):
+                handle.logprobs(ids, cu_seqlens=cu, position_ids=torch.cat((positions[:2], positions[:1] + 1)))
+
+
+@pytest.mark.parametrize("device,dtype", [pytest.param("cuda", torch.bfloat16, marks=pytest.mark.cuda)])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
+def test_positions_on_a_gpu_are_not_waited_for(device, dtype):
+    model = tiny("llama", dtype, device=device)
+    ids, cu, positions = pack(sequences((3, 4, 5), device=device))
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids, cu_seqlens=cu)  # compiles and verifies kernels, which wait
+        with pytest.raises(ValueError, match="position_ids: got others than 0, 1, 2"):
+            handle.logprobs(ids, cu_seqlens=cu.cpu(), position_ids=positions + 1)
+        here = cu.cpu()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = handle.logprobs(ids, cu_seqlens=here, position_ids=positions)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_bitwise(got, expected)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import alone, sequences, tiny
 from torch import nn
+from transformers.utils import ModelOutput
 
 import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
@@ -132,7 +133,16 @@ def test_a_window_of_a_family_that_has_none_is_named():
     """Its attention is full while it reads a prompt, and its cache would keep so many keys alone."""
     said = refusal(tiny("llama", sliding_window=3))
     assert "its mask has a window of 3, but it asks attention for None: sliding_window and layer_types of" in said
-    assert "heads of one number have no pairs" in refusal(tiny("llama", head_dim=1))
+
+
+def test_head_sizes_that_no_op_has_are_named():
+    assert "heads of one number have no pairs: head_dim (" in refusal(tiny("llama", head_dim=1))
+    for family, size in (("glm4", 1), ("gpt_oss", 1), ("qwen3_next", 3), ("qwen3_5_text", 2)):
+        said = refusal(tiny(family, head_dim=size))
+        assert "rotary_emb" in said and f"it rotates nothing: head_dim is {size}" in said, said
+    for kind, size in (("key", 3), ("value", 300)):
+        said = refusal(tiny("qwen3_next", **{f"linear_{kind}_head_dim": size}))
+        assert f"linear_attn (Qwen3NextGatedDeltaNet): its linear_{kind}_head_dim is {size}, expected 16 to 256" in said
 
 
 def test_a_hook_that_would_not_run_is_refused_by_name():
@@ -244,6 +254,61 @@ def test_a_hook_on_the_whole_model_that_is_put_on_later():
         ):
             with put_on(hook), pytest.raises(vx.patch.UnsupportedModule, match="it changes what the whole model"):
                 handle.revision(tensors=True)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda out: hasattr(out, "logits"),
+        lambda out: isinstance(out, ModelOutput) and out.logits is not None,
+        lambda out: getattr(out, "logits", None) is not None,
+        lambda out: "logits" in out,
+        lambda out: not isinstance(out, ModelOutput) or out["logits"] is not None,
+    ],
+    ids=["hasattr", "isinstance", "getattr", "in", "by name"],
+)
+def test_a_hook_on_the_whole_model_that_changes_logits_alone(asks):
+    """It would pass log-probabilities by, and a trainer would take others than its model has."""
+    model, ids, seen = tiny("llama"), sequences((5,))[0], []
+
+    def halve(module, args, out):
+        seen.append(True)
+        if asks(out):
+            out.logits = out.logits / 2
+
+    with vx.patch.hf(model) as handle:
+        expected, logits = handle.logprobs(ids), model(ids[None]).logits
+        with model.register_forward_hook(halve):
+            assert_bitwise(model(ids[None]).logits, logits / 2)
+            with pytest.raises(RuntimeError, match="a hook on the whole model asks for logits of what it returns"):
+                handle.logprobs(ids)
+        assert len(seen) == 2
+        assert_bitwise(handle.logprobs(ids), expected)
+
+
+class _Halved(torch.Tensor):
+    """A weight whose products are its own, as those of quantised ones."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs)
+        return out / 2 if func is nn.functional.linear else out
+
+
+@pytest.mark.parametrize("where", ["model.layers.0.mlp.up_proj", "model.layers.1.input_layernorm", "lm_head"])
+def test_a_weight_of_its_own_arithmetic_is_noticed_later(where):
+    model, ids = tiny("llama", tie_word_embeddings=False), sequences((5,))[0]
+    module = model.get_submodule(where)
+    with vx.patch.hf(model) as handle:
+        expected, plain = handle.logprobs(ids), module.weight
+        module.weight = nn.Parameter(plain.data.as_subclass(_Halved))
+        assert type(module.weight) is _Halved
+        said = rf"{where} \({type(module).__name__}\): its weight is a _Halved, not a plain tensor"
+        for call in (lambda: handle.logprobs(ids), lambda: model(ids[None]), handle.revision):
+            with pytest.raises(vx.patch.UnsupportedModule, match=said):
+                call()
+        module.weight = plain
+        assert_bitwise(handle.logprobs(ids), expected)
 
 
 def test_a_hook_on_the_output_layer_is_for_logits():

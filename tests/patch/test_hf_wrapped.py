@@ -105,6 +105,14 @@ def test_a_hook_on_a_sharded_model_only_looks():
         shard(model, mesh)
         with model.register_forward_hook(lambda module, args, out: None):
             assert_bitwise(handle.logprobs(ids), expected)
+            values, grads = trained_sharded(model, handle, "cpu")
+        again = trained_sharded(model, handle, "cpu")
+        assert_bitwise([values, *grads.values()], [again[0], *again[1].values()])
+        with (
+            model.register_forward_hook(lambda module, args, out: getattr(out, "logits", None)),
+            pytest.raises(RuntimeError, match="a hook on the whole model asks for logits of what it returns"),
+        ):
+            handle.logprobs(ids)
         with (
             model.register_forward_hook(lambda module, args, out: tuple(x * 2 for x in out)),
             pytest.raises(RuntimeError, match="a hook on the whole model changes what it returns"),

@@ -1,6 +1,7 @@
 """LoRA on a patched model, whoever came first; and what is put into a model after its patch."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -300,6 +301,40 @@ def test_other_methods_of_peft():
         peft.get_peft_model(model, experts)
         with pytest.raises(UnsupportedModule, match=r"mlp\.experts"):
             alone(model, seqs)
+
+
+PROMPTS = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "a prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_learned_prompts_are_noticed_later(kind):
+    """Log-probabilities are formed in the model's own call, which knows no wrapper."""
+    model, ids = tiny("llama"), sequences((5,))[0]
+    score = vx.patch.Score(ids[1:4], torch.arange(3))
+    with vx.patch.hf(model) as handle:
+        expected, numbers = handle.logprobs(ids), handle.numerics()
+        wrapped = peft.get_peft_model(model, PROMPTS[kind]())
+        said = "the model is in a PeftModelForCausalLM with P[A-Z_]+, which puts states of its own before the prompt"
+        for call in (
+            lambda: handle.logprobs(ids),
+            handle.numerics,
+            lambda: wrapped(ids[None], use_cache=False, vexact_score=score),
+        ):
+            with pytest.raises(RuntimeError, match=said):
+                call()
+        assert wrapped(ids[None]).logits.shape[1] == 5 + (0 if kind == "a prefix" else 3), "the model runs as it is"
+        with wrapped.disable_adapter():
+            assert_bitwise(handle.logprobs(ids), expected)
+        with pytest.raises(RuntimeError, match=said):
+            handle.logprobs(ids)
+        wrapped = None
+        gc.collect()
+        assert_bitwise(handle.logprobs(ids), expected)
+        assert handle.numerics() == numbers
 
 
 # any other child

@@ -53,6 +53,22 @@ def test_options_that_are_refused(path, override, said):
         engine_options(omega_conf_to_dataclass(rollout))
 
 
+def test_a_trainer_s_answers_are_drawn(path):
+    """It divides logits by the temperature: said before anything starts, and not of answers that nobody trains on."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from vexact_engine.verl.adapter import ServerAdapter
+
+    likeliest = "++actor_rollout_ref.rollout.temperature=0", "++actor_rollout_ref.rollout.val_kwargs.temperature=0"
+    rollout, model = configs(path, *likeliest)
+    rollout = omega_conf_to_dataclass(rollout)
+    engine_options(rollout)
+    with pytest.raises(
+        ValueError, match=r"vexact: rollout\.temperature: got 0.*, expected a number above 0: the trainer"
+    ):
+        ServerAdapter(rollout, model, None, replica_rank=0)
+
+
 def test_more_images_than_the_limit_and_a_served_name(path):
     where = "++actor_rollout_ref.rollout"
     with Running(path, f"{where}.limit_images=1", f"{where}.prometheus.served_model_name=my/policy") as found:
@@ -60,4 +76,5 @@ def test_more_images_than_the_limit_and_a_served_name(path):
             found.call(found.server.generate(PROMPT, VERLS, "r", image_data=[object(), object()]))
         with pytest.raises(ValueError, match="this engine's model takes none"):
             found.call(found.server.generate(PROMPT, VERLS, "r", image_data=[object()]))
+        assert found.server.http.settings.max_images == 1
         assert {str(path), "my/policy", "policy"} <= set(found.server.http.settings.model_names)

@@ -161,9 +161,9 @@ def _grpo(args) -> int:
     options.expect_with(args, bool(args.save), "--save", "--save-every", "--keep", "--resume")
     # Of one trainer it is known by now that engines are wanted: they import while this process does.
     alone = args.ranks == 1 and "WORLD_SIZE" not in os.environ and {*args.sides} != {"generate"}
-    from ..parallel.begun import beginning
+    from ..parallel.prestart import prestarted
 
-    with beginning(f"{_ROLLOUT}:engine", args.replicas * alone, f"{_ROLLOUT}:import_ahead", args.device):
+    with prestarted(f"{_ROLLOUT}:engine", args.replicas * alone, f"{_ROLLOUT}:import_ahead", args.device):
         return _train(args, begun, alone)
 
 

@@ -69,6 +69,7 @@ def add_serve(commands) -> None:
     limits.add_argument(
         "--max-tokens", type=options.positive, metavar="N", help="tokens generated for a sample (what fits)"
     )
+    limits.add_argument("--max-images", type=options.positive, metavar="N", help="images of a prompt (what fits)")
     limits.add_argument(
         "--max-logprobs",
         type=options.count,
@@ -117,6 +118,7 @@ def run_serve(args) -> int:
         max_samples=args.max_samples,
         max_prompt_tokens=args.max_prompt_tokens,
         max_tokens=args.max_tokens,
+        max_images=args.max_images,
         max_logprobs=args.max_logprobs,
         max_body_bytes=args.max_body_mb << 20,
         request_timeout=args.request_timeout,

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -471,7 +472,8 @@ class Loop:
         """Wait for the oldest plan in flight, commit and deliver it. A failure of the computation itself ends every
         request, for nobody can say whose fault it is; the engine can be used again."""
         plan, pending = self._pending[0]
-        self._await(pending, _size(plan.num_tokens))
+        behind = _size(self._pending[1][0].num_tokens) if len(self._pending) > 1 else None
+        self._await(pending, _size(plan.num_tokens), behind)
         self._pending.popleft()
         try:
             sampled = pending.wait()
@@ -486,16 +488,17 @@ class Loop:
             return
         self._tickets.commit(plan, sampled)
 
-    def _await(self, pending: Pending, size: int) -> None:
+    def _await(self, pending: Pending, size: int, behind: int | None = None) -> None:
         """Until it is ready, let requests come and go. The thread sleeps for most of the time that such a wait took
-        lately for plans of this size, and looks a few times more, or more often where no other plan is behind this one.
+        lately for plans of this size, and looks a few times more, or more often where no other plan is behind this one,
+        or one of a size, `behind`, that takes less: the device has nothing else to do until the next one is launched.
         Where a plan is ready at once, the sleep before may have been too long, so that the device was through with
         both: then it is none, and grows again."""
         if _is_ready(pending):
             self._typical[size] = 0.0
             return
         begin, typical = time.perf_counter(), self._typical.get(size, 0.0)
-        pause, taken = 0.75 * typical, 0.0
+        pause, taken, shorter = 0.75 * typical, 0.0, self._typical.get(behind) or math.inf
         while not _is_ready(pending):
             self._do_aborts()
             with self._changed:
@@ -507,7 +510,10 @@ class Loop:
                 self._next().run()
             self._outgoing.flush()
             taken = time.perf_counter() - begin
-            late = max(typical, taken) / (16 if len(self._pending) > 1 else 128)  # somebody waits, and so does a device
+            long = max(typical, taken)
+            late = long / 128  # somebody waits, and so does a device
+            if len(self._pending) > 1:
+                late = max(late, min(long, shorter) / 16)
             pause = min(max(_SHORTEST_PAUSE, late), _LONGEST_PAUSE)
         self._typical[size] = min(taken, typical + (min(taken, _LONGEST_WAIT) - typical) / 4)
 

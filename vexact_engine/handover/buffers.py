@@ -314,9 +314,9 @@ class HostMemory:
     def close(self) -> None:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pointer)
-        self.tensor = None
-        with contextlib.suppress(BufferError):  # somebody still has a view of it: it ends with that
-            self._map.close()
+        # Never closed: it ends with the last view of it. torch.frombuffer holds the map itself and no buffer of it, so
+        # that closing it would succeed, and leave such views to whatever is mapped there next.
+        self.tensor = self._map = None
         if self._file is not None:
             os.close(self._file)
             self._file = None

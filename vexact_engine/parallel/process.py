@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core import garbage
-from . import begun, limits
+from . import limits, prestart
 from . import messages as m
 from .frames import Frames, write_frame
 
@@ -50,7 +50,7 @@ class ProcessChannel:
     shares_memory = True
 
     def __init__(self, make: str, arguments: Mapping[str, Any], environment: Mapping[str, str]):
-        self._socket, self._process = begun.take(make, environment) or begun.start(make, environment)
+        self._socket, self._process = prestart.take(make, environment) or prestart.start(make, environment)
         self._frames = Frames(self._socket)
         self._outbox: deque[bytes] = deque()
         self._filled, self._closing = threading.Event(), False

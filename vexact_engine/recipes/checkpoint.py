@@ -99,7 +99,7 @@ class Saving:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        trainer.follow()
+        trainer.round_masters()
         torch.set_rng_state(state[_generators()]["cpu"])
         if trainer.device.type == "cuda":
             torch.cuda.set_rng_state(state[_generators()]["cuda"], trainer.device)

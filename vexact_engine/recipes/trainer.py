@@ -89,9 +89,9 @@ class Trainer:
         if self._handle is not None:
             self._handle.undo()
 
-    def follow(self) -> Tensor | None:
-        """The masters have other values: the model computes with these from now on. How many of its weights have moved,
-        where that is known at once."""
+    def round_masters(self) -> Tensor | None:
+        """The masters have other values: rounded, they are what the model computes with. How many of its weights have
+        moved, where that is known at once."""
         return None if self._masters is None else self._masters.round()
 
     def numerics(self) -> dict:
@@ -139,7 +139,7 @@ class Trainer:
         except torch.OutOfMemoryError:  # answers may well be shorter
             log.info("no memory to prepare for answers of %d tokens", self.options.max_new_tokens, exc_info=True)
         self.optimizer.zero_grad()
-        self.follow()
+        self.round_masters()
         if self.aligned:
             self.numerics()
         if self.device.type == "cuda":
@@ -208,8 +208,11 @@ class Trainer:
         ids = self._integers([row + [0] * (width - len(row)) for row in rows])
         mask = self._integers([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        kept = [logits[i, len(s.prompt_ids) - 1 : len(row) - 1] for i, (s, row) in enumerate(zip(batch, rows))]
-        every = torch.log_softmax(torch.cat(kept).float() / self.options.temperature, -1)
+        begins = [i * width + len(s.prompt_ids) - 1 for i, s in enumerate(batch)]
+        places = [at for begin, s in zip(begins, batch) for at in range(begin, begin + len(s.token_ids))]
+        # all at once: the gradient of each slice for itself would be as large as all logits
+        kept = logits.flatten(0, 1).index_select(0, self._integers(places))
+        every = torch.log_softmax(kept.float() / self.options.temperature, -1)
         target = self._integers([token for s in batch for token in s.token_ids])
         flat = every if self.options.entropy_coefficient else every.detach()
         spread = -(flat.exp() * flat).sum(-1) if entropy else None
@@ -241,7 +244,7 @@ class Trainer:
             else:
                 norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.options.max_grad_norm)
             self.optimizer.step()
-            moved = self.follow()
+            moved = self.round_masters()
         for batch, *both in seen:  # at the end: until then nobody waits for the device
             lengths = [len(s.token_ids) for s in batch]
             for sample, *values in zip(batch, *(v.cpu().split(lengths) for v in both)):

@@ -63,7 +63,7 @@ class Service:
         self.room = min(config.max_model_len or capacity, capacity)
         most = min(self.room - 1, self.settings.max_prompt_tokens or self.room)
         processors = Processors(engine.image_processor, engine.video_processor)
-        images = engine.images, processors, self.settings.allow_image_hosts
+        images = engine.images, processors, self.settings.allow_image_hosts, self.settings.max_images
         self.prompts = Prompts(engine.tokenizer, engine.vocab_size, most, self.settings.max_samples, *images)
         own = engine.name.rstrip("/\\")
         self.models = settings.model_names or tuple(dict.fromkeys((re.split(r"[/\\]", own)[-1], own)))

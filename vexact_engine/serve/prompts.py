@@ -40,6 +40,7 @@ class Prompts:
     most    tokens that a prompt may have
     images, processors  what the model takes of images (None: none), and what makes patches of pictures and videos
     media_hosts         that they may be fetched from
+    most_images         that a prompt may have; None: any number
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Prompts:
         images: Any = None,
         processors: Processors = NONE,
         media_hosts: Collection[str] = (),
+        most_images: int | None = None,
     ):
         self.images, self.processors, self.media_hosts = images, processors, media_hosts
+        self.most_images = most_images
         self._fetching = ThreadPoolExecutor(_FETCHING, "vexact-serve-fetching")  # whose threads wait, mostly
         self.tokens = Tokens(tokenizer)
         self.vocab_size, self.most, self.most_samples = vocab_size, most, most_samples
@@ -136,6 +139,7 @@ class Prompts:
             images=None if self.images is None else [],
             videos=None if self.images is None or self.images.video is None else [],
             media_hosts=self.media_hosts,
+            most_images=self.most_images,
             described=self.images,
         )
         most = None if isinstance(asked, TokenizeRequest) else self.most

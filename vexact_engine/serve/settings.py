@@ -21,6 +21,7 @@ class Settings:
                        computed at once is the engine's affair: the others wait
     max_samples        prompts times n of one request
     max_prompt_tokens, max_tokens   of one prompt, of one sample; None: what the model and the cache can hold
+    max_images         of one prompt; None: what fits
     max_logprobs       likeliest tokens that a request may ask for at each position
     max_body_bytes     of a request; more gets 413
     request_timeout    seconds until an answer must be whole, or it ends with 504
@@ -43,6 +44,7 @@ class Settings:
     max_samples: int = 1024
     max_prompt_tokens: int | None = None
     max_tokens: int | None = None
+    max_images: int | None = None
     max_logprobs: int = 20
     max_body_bytes: int = 16 << 20
     request_timeout: float = 600.0
@@ -61,6 +63,7 @@ class Settings:
             ("max_samples", 1, False),
             ("max_prompt_tokens", 1, True),
             ("max_tokens", 1, True),
+            ("max_images", 1, True),
             ("max_logprobs", 0, False),
             ("max_body_bytes", 1, False),
             ("max_connections", 1, True),

@@ -41,6 +41,7 @@ class Chat:
     generate, go_on   add what an answer begins with; or go on with the last message
     special           whether the tokenizer adds its own special tokens to the template's text
     media_hosts       that images and videos may be fetched from
+    most_images       that the messages may have; None: any number
     images, videos    where those of the messages are collected: of each its place and its URL. None: they take none
     described, stamps what the model takes of videos, and the seconds of each one's parts, where the text has to say so
     """
@@ -55,6 +56,7 @@ class Chat:
     images: list[tuple[str, str]] | None = None
     videos: list[tuple[str, str]] | None = None
     media_hosts: Collection[str] = ()
+    most_images: int | None = None
     described: Images | None = None
     stamps: Sequence[list[float]] = ()
 
@@ -229,6 +231,9 @@ def _seen(where: str, part: dict, kind: str, chat: Chat) -> dict:
     found, name = (chat.images if kind == "image" else chat.videos), f"{kind}_url"
     if found is None:
         raise _wrong(where, name, f"a text: the model takes no {kind}s")
+    if kind == "image" and chat.most_images is not None and len(found) >= chat.most_images:
+        message = f"{where}: got image {len(found) + 1}, expected at most {chat.most_images} in one prompt"
+        raise APIError(400, message, param="messages", code="invalid_value")
     given = part.get(name)
     url = given.get("url") if isinstance(given, dict) else given
     if isinstance(url, str) and is_remote(url):

@@ -16,7 +16,7 @@ import vexact_ops as vx
 from ..handover.sender import WeightSender
 from ..weights.load import as_dtype
 from .handed import About, said
-from .server import LARGEST_BUCKET, engine_options, server_name
+from .server import LARGEST_BUCKET, check_trained, engine_options, server_name
 
 _VENDOR, _ACTOR = "vexact", f"{__package__}.actor"
 
@@ -33,6 +33,7 @@ class ServerAdapter(BaseRollout):
     def __init__(self, config, model_config, device_mesh=None, replica_rank: int = -1):
         super().__init__(config, model_config, device_mesh)
         self._timeout = engine_options(self.config)[1]["timeout"]
+        check_trained(self.config)
         rank = int(os.environ["RANK"])
         size = self.config.pipeline_model_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank

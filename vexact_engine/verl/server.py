@@ -137,6 +137,18 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
     return EngineConfig(**sizes, **asked | given), handover
 
 
+def check_trained(config: RolloutConfig) -> None:
+    """Of a rollout whose answers are trained on.
+
+    raises   ValueError, naming the option
+    """
+    if not config.temperature > 0:
+        raise ValueError(
+            f"vexact: rollout.temperature: got {config.temperature}, expected a number above 0: the trainer divides "
+            "logits by it. Validation alone takes the likeliest tokens, by rollout.val_kwargs.temperature=0"
+        )
+
+
 def _take_processors(engine: Engine, given: HFModelConfig) -> None:
     """Images and videos become what they become for the trainer: verl's own processor makes them, where it has one."""
     made = given.processor
@@ -183,7 +195,8 @@ class Server:
         called = (given.path, given.local_path, os.path.basename(given.path), told, os.path.basename(told))
         names = tuple(dict.fromkeys(map(str, called)))
         host = ray.util.get_node_ip_address().strip("[]")
-        self.http = HTTP(Settings(host=host, port=0, model_names=names, allow_no_key=True, **_UNLIMITED))
+        limits = {**_UNLIMITED, "max_images": self.config.limit_images}
+        self.http = HTTP(Settings(host=host, port=0, model_names=names, allow_no_key=True, **limits))
         self._calls = itertools.count()
         self._running: dict[str, tuple[str, list[str], asyncio.Future]] = {}  # verl's id, the engine's, whether aborted
         self._shut = self._rejecting = False

@@ -54,6 +54,36 @@ _ENDS = "eos", "eot", "eom"  # of a text, of a turn, of a message: each ends an 
 _GPT2S = ("command-r", "exaone", "gpt-2", "mpt", "olmo", "phi-2", "refact", "roberta-bpe", "smollm", "starcoder")
 
 
+_OTHERS = {  # general.type of what is no model, and what to do with it
+    "adapter": "merge it into its base model (llama-export-lora, or merge_and_unload() of peft), and load that",
+    "mmproj": "images are taken of a directory of safetensors alone: load that, or the text model's file",
+}
+
+
+def check_file(path: Path) -> None:
+    """Before transformers reads it: that it is a model, and its header speaks of all that it holds.
+
+    raises   ValueError naming what it is, or how much of it nobody speaks of
+    """
+    try:
+        header = _read(path)
+    except (ImportError, struct.error, ValueError, KeyError, IndexError, RecursionError):
+        return  # as transformers says, which reads it too
+    if (kind := header.values.get("general.type", "model")) != "model":
+        what = header.values.get("adapter.type")
+        said = f"{kind} ({what})" if what else kind
+        raise ValueError(
+            f"weights: {path}: got a GGUF file of the type {said}, expected a model: "
+            + _OTHERS.get(str(kind), "load the model's own file, or its directory of safetensors")
+        )
+    if header.unclaimed:
+        raise ValueError(
+            f"weights: {path}: {header.unclaimed} bytes of it, not zeros, are of none of the {len(header.tensors)} "
+            "tensors that its header has: the file is damaged, or written by a program that counts them wrongly: "
+            "download or convert it again"
+        )
+
+
 def check_gguf(path: Path, model: torch.nn.Module) -> list[int]:
     """Compare a file with the model that transformers has made of it.
 
@@ -100,12 +130,14 @@ class _Header:
     tensors   their names
     plain     whether rope_freqs.weight, if there is one, divides all frequencies by 1
     headless  whether output.weight, if there is one, is token_embd.weight again
+    unclaimed bytes behind the header that no tensor has, if they are more than fills places up, and not all zeros
     """
 
     values: dict[str, int | float | bool | str | list]
     tensors: list[str]
     plain: bool
     headless: bool
+    unclaimed: int
 
     @property
     def arch(self) -> str:
@@ -178,7 +210,21 @@ def _read(path: Path) -> _Header:
             count = size // block[0] * block[1]
             one, two = (raw[start + first : start + first + count] for first in (offset, other))
             headless = [shape, kind] == same and one == two
-        return _Header(values, list(tensors), plain, headless)
+        unclaimed, end = 0, start
+        for shape, kind, offset in sorted(tensors.values(), key=lambda tensor: tensor[2]):
+            block, size = GGML_QUANT_SIZES[kind]
+            unclaimed += _written(raw, end, start + offset, align)
+            end = max(end, start + offset + math.prod(shape) // block * size)
+        unclaimed += _written(raw, end, len(raw), align)
+        return _Header(values, list(tensors), plain, headless, unclaimed)
+
+
+def _written(raw: mmap.mmap, begin: int, end: int, align: int) -> int:
+    """How many bytes lie there, unless they are fewer than an alignment takes, or zeros."""
+    if end - begin < align:
+        return 0
+    pieces = range(begin, end, 1 << 20)
+    return end - begin if any(raw[at : min(at + (1 << 20), end)].strip(b"\0") for at in pieces) else 0
 
 
 def _tensors(header: _Header, model: torch.nn.Module) -> list[str]:

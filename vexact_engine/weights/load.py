@@ -21,7 +21,7 @@ from .config import auto_class, explain, quiet, read_config
 from .conversion import fit
 from .directory import read_directory, some
 from .generation import tell_unread
-from .gguf import check_gguf
+from .gguf import check_file, check_gguf
 from .hub import snapshot
 from .mxfp4 import is_mxfp4
 from .processors import NONE, Processors, load_processors
@@ -276,6 +276,7 @@ def _words(problem) -> list[str]:
 def _load_gguf(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     import transformers
 
+    check_file(path)
     options: dict[str, Any] = {"gguf_file": path.name}
     if hasattr(transformers, "GgufConfig"):  # where it exists, blocks might otherwise stay packed
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)

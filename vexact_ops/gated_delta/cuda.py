@@ -1,11 +1,11 @@
 """The GPU's own class on SM90: 16-bit inputs by the kernels of csrc/gated_delta, the rest by the Triton kernels.
 
-Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh), whole sequences (whole.cuh) and the backward
-(scan.cuh or wide_scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton
-kernels, and what they leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes
-is raced, and which kernel goes through the backward's sequences, once for few blocks and once for more than the GPU
-runs at once; the kernel of chunks is a candidate for whole sequences too. So is whether blocks of single rows ask the
-L2 cache for what later ones read.
+Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh, and wide.cuh for sequences that go on from a
+chunk's start), whole sequences (whole.cuh or wide.cuh) and the backward (scan.cuh or wide_scan.cuh, grads.cuh) are
+proposed each for itself, and verified byte for byte against the Triton kernels, and what they leave in slots (contract:
+verify, then trust). How many columns of a head a block of chunks takes is raced, and which kernel goes through
+sequences, forward and backward, once for few blocks and once for more than the GPU runs at once; the kernel of chunks
+is a candidate for whole sequences too. So is whether blocks of single rows ask the L2 cache for what later ones read.
 """
 
 import functools
@@ -26,7 +26,12 @@ from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
 # columns of a head in a block; ahead: for later sequences the L2 cache is asked; wide: by the warpgroup instruction
-TILES = {DECODE: ("64", "64 ahead", "128 ahead"), CHUNKS: ("32", "64"), WHOLE: ("32",), BACKWARD: ("32", "32 wide")}
+TILES = {
+    DECODE: ("64", "64 ahead"),
+    CHUNKS: ("32", "64", "32 wide"),
+    WHOLE: ("32", "32 wide"),
+    BACKWARD: ("32", "32 wide"),
+}
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -120,20 +125,19 @@ def paged_fwd(
     return out
 
 
-def tiles(part: str, dk: int, dv: int) -> list[str]:
-    """Those of a part's that there are for such heads."""
-    wide = part != DECODE or (dk == 128 and dv % 128 == 0)
-    return [tile for tile in TILES[part] if wide or not tile.startswith("128")]
-
-
 def _tile(name: str) -> list[int]:
     """Numbers that a kernel's name ends in: TILES."""
     return [int(word) for word in name.split() if word.isdecimal()]
 
 
+def _wide(name: str) -> bool:
+    """By the warpgroup instruction. Of a paged call it takes sequences that go on from a chunk's start."""
+    return name.endswith("wide")
+
+
 def _ahead(v: Tensor) -> int:
     """Sequences between a block and those that it asks the L2 cache for: half of those whose blocks, of 64 columns
-    each or half as many of 128, run at once. Longer than memory takes, and a third of the cache."""
+    each, run at once. Longer than memory takes, and a third of the cache."""
     return -(-2 * gpu.multiprocessors(v.device) // (v.shape[1] * v.shape[2] // 64))
 
 
@@ -157,10 +161,10 @@ def _sequences(name, q, k, v, g, beta, cu_seqlens, initial_state, state, states,
     """By the kernels of whole sequences, or by the one of chunks, which whole ones are for it. What was prepared."""
     tensors = q, k, v, g, beta, cu_seqlens, initial_state, state, states, us
     if CHUNKS in name:
-        _native().chunks(*tensors, *[None] * 6, scale, l2norm, *_tile(name), out)
+        _native().chunks(*tensors, *[None] * 7, scale, l2norm, *_tile(name), out)
         return None
     prepared = _prepared(v, cu_seqlens)
-    _native().whole(*tensors, prepared, scale, l2norm, out)
+    _native().whole(*tensors, prepared, scale, l2norm, _wide(name), out)
     return prepared
 
 
@@ -183,7 +187,7 @@ def _gradients(name, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, 
     dinitial = None if initial_state is None else torch.empty_like(initial_state)
     own = torch.empty_like(states), torch.empty_like(us)
     between = _prepared(v, cu_seqlens) if prepared is None else prepared
-    options = prepared is not None, scale, l2norm, name.endswith("wide")
+    options = prepared is not None, scale, l2norm, _wide(name)
     _native().backward(dout, dfinal, *rows, states, us, between, *options, *own, *grads, dinitial)
     return *grads, dinitial
 
@@ -196,11 +200,12 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
         run(q, k, v, g.contiguous(), beta.float().contiguous(), where, memory[0].shape[0], offsets, scale, l2norm, out)
     elif part == DECODE:
         ahead = _ahead(v) if name.endswith("ahead") else 0
-        options = scale, l2norm, *_tile(name), ahead
-        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, *options, out)
+        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, ahead, out)
     else:
-        rows, of = (q, k, v, g, beta, offsets), (*memory, slots, context_lens)
-        _native().chunks(*rows, None, None, None, None, *of, scale, l2norm, *_tile(name), out)
+        rows, of, prepared = (q, k, v, g, beta, offsets), (*memory, slots, context_lens), None
+        if _wide(name):
+            rows, prepared = (q, k, v, g.contiguous(), beta.float().contiguous(), offsets), _prepared(v, offsets)
+        _native().chunks(*rows, None, None, None, None, *of, prepared, scale, l2norm, *_tile(name), out)
         triton.append(q, k, v, g.contiguous(), offsets, triton.slots_of(*of), memory[0].shape[0])
 
 
@@ -213,7 +218,9 @@ def _decision(
 ) -> Proposal:
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
     kinds = (WHOLE, CHUNKS) if part == WHOLE else (part,)
-    names = [f"sm90 {kind} {tile}" for kind in kinds for tile in tiles(kind, dk, dv)]
+    names = [f"sm90 {kind} {tile}" for kind in kinds for tile in TILES[kind]]
+    if part == WHOLE:  # which has its own wide one
+        names = [name for name in names if WHOLE in name or not _wide(name)]
     sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}{' crowded' if crowded else ''}"
     return Proposal(
         f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
@@ -259,7 +266,7 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
     def new(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, device=device, dtype=torch.float32)
 
-    places = [0, 1, 2, 15, 16, 17, 31, 40, 48, 62, 63]
+    places = [0, 1, 2, 15, 16, 17, 31, 40, 48, 62, 63, 0, 0, 0, 0]
     known = [n * CHUNK + place for n in (0, 2) for place in places] * (2 if part == DECODE else 1)
     counts = [1] * len(known) if part == DECODE else [(1, 2, 17, 63, 64, 130, 3)[i % 7] for i in range(len(known))]
     if part != DECODE:

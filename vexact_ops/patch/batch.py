@@ -1,6 +1,6 @@
 """How a batch lies in memory: which of its rows are tokens, where each sequence begins, and attention over that."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,6 +112,47 @@ class Score:
         self.temperature, self.return_entropy, self.tokens = temperature, return_entropy, tokens
         self.kept, self.values = kept, None
         self.made: tuple[int, ...] = ()  # the ids of what the forward has returned, before hooks on the whole model
+
+
+class Values(tuple):
+    """What is returned for a Score where hooks are on the whole model that nobody has judged. Those that ask whether it
+    is an output with logits are told that it is, and one that asks for its logits then is refused: what it makes of
+    them would be left out of the log-probabilities.
+
+    FSDP2 and torch's trees look into it as into any named tuple."""
+
+    __slots__ = ()
+    _fields = ()
+
+    def __new__(cls, *values):
+        return tuple.__new__(cls, values)
+
+    @classmethod
+    def _make(cls, values) -> "Values":
+        return cls(*values)
+
+    def _asdict(self) -> dict:
+        return {}
+
+    @property
+    def __class__(self) -> type:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        return CausalLMOutputWithPast
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"patch.hf: a hook on the whole model asks for {name} of what it returns, which is here no logits but "
+            "log-probabilities of them: take it off, or have it pass tuples by"
+        )
+
+    def __getitem__(self, place):
+        return tuple.__getitem__(self, place) if not isinstance(place, str) else getattr(self, place)
+
+    def __contains__(self, value) -> bool:
+        return tuple.__contains__(self, value) if not isinstance(value, str) else getattr(self, value)
 
 
 class Asked(NamedTuple):
@@ -250,13 +291,19 @@ def positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def one_axis(position_ids: Tensor | None) -> Tensor | None:
     """Positions of text that come on several axes (A, B, S), as models of images have them, are (B, S) ones."""
+    found, check = axis_and_check(position_ids)
+    check()
+    return found
+
+
+def axis_and_check(position_ids: Tensor | None) -> tuple[Tensor | None, Callable[[], None]]:
+    """`one_axis`, and what says whether they are those of text: called later, it does not wait for a GPU now."""
     if position_ids is None or position_ids.dim() != 3:
-        return position_ids
-    if not bool((position_ids == position_ids[:1]).all()):
-        raise ValueError(
-            "position_ids: got other positions on one axis than on another, expected those of text, which are equal"
-        )
-    return position_ids[0]
+        return position_ids, lambda: None
+    return position_ids[0], raise_later(
+        (position_ids != position_ids[:1]).any(),
+        "position_ids: got other positions on one axis than on another, expected those of text, which are equal",
+    )
 
 
 def text_axis(position_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -271,18 +318,26 @@ def text_axis(position_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None
     return one_axis(position_ids), None
 
 
-def check_begins(position_ids: Tensor, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Each sequence counts from 0, as an engine counts it: from elsewhere its bits are others, in the last places.
-    Zeros beyond are what padding may have."""
+def raise_later(wrong: Tensor, message: str) -> Callable[[], None]:
+    """To be called once the device has been given what does not wait for the answer: it waits until the device has come
+    up to here, and raises where this is true."""
+    if wrong.device.type != "cuda":
+        answer, wait = wrong, lambda: None
+    else:
+        answer = torch.empty((), dtype=wrong.dtype, pin_memory=True).copy_(wrong, non_blocking=True)
+        wait = torch.cuda.current_stream(wrong.device).record_event().synchronize
+
+    def check() -> None:
+        wait()
+        if bool(answer):
+            raise ValueError(message)
+
+    return check
+
+
+def check_begins(position_ids: Tensor, ids: Tensor, mask: Tensor | None) -> None:
+    """Each sequence counts from 0, as an engine counts it: from elsewhere its bits are others, in the last places."""
     place = position_ids.expand(ids.shape)
-    if cu_seqlens is not None:
-        expected = positions_of(cu_seqlens.to(place.device), ids.numel()).view(ids.shape)
-        if bool(((place != expected) & (place != 0)).any()):
-            raise ValueError(
-                "logprobs: position_ids: got others than 0, 1, 2, ... in each of the sequences of cu_seqlens, expected "
-                "those, as an engine counts them, or None"
-            )
-        return
     first = torch.ones_like(place, dtype=torch.bool)
     first[:, 1:] = place.diff(dim=1) != 1
     if mask is not None:
@@ -293,6 +348,17 @@ def check_begins(position_ids: Tensor, ids: Tensor, mask: Tensor | None, cu_seql
             f"logprobs: position_ids: got a sequence that begins at {int(place[first].max())}, expected 0, from where "
             "an engine counts"
         )
+
+
+def check_counts(position_ids: Tensor, cu_seqlens: Tensor, tokens: int) -> Callable[[], None]:
+    """The same of sequences whose bounds are known, to be called later. Zeros beyond are what padding may have."""
+    place = position_ids.expand(1, tokens)
+    expected = positions_of(cu_seqlens, tokens)
+    return raise_later(
+        ((place != expected) & (place != 0)).any(),
+        "logprobs: position_ids: got others than 0, 1, 2, ... in each of the sequences of cu_seqlens, expected those, "
+        "as an engine counts them, or None",
+    )
 
 
 def restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:

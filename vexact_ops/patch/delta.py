@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 import vexact_ops as vx
 
+from ..gated_delta.op import WIDEST
 from .batch import Asked, Layout, given
 from .description import State, delta_state
 from .forwards import one_cache
 from .pieces import NotCovered, agree, class_of, is_linear, random, run_stock, small_linear, twin
 from .ulysses import Ulysses
+
+_NARROWEST = 16  # heads, as the op says
 
 
 class Form(NamedTuple):
@@ -86,6 +89,12 @@ def delta_forward(module: nn.Module, tried: dict) -> tuple[Callable, str]:
     return _delta_forward(form, doubled), "causal_conv, delta_gates, gated_delta_varlen, gated_delta_paged"
 
 
+def _check_widths(module: nn.Module) -> None:
+    for kind in ("key", "value"):
+        if not _NARROWEST <= (size := getattr(module, f"head_{kind[0]}_dim")) <= WIDEST:
+            raise NotCovered(f"its linear_{kind}_head_dim is {size}, expected {_NARROWEST} to {WIDEST}")
+
+
 @functools.cache
 def _delta_forward(form: Form, doubled: bool) -> Callable:
     def delta_forward(
@@ -102,6 +111,7 @@ def _delta_forward(form: Form, doubled: bool) -> Callable:
         if layout is None:
             raise RuntimeError("vexact: call the patched model, not its layers: its forward describes the batch")
         if layout.seen is not None:
+            _check_widths(self)
             layout.seen.append(Asked(self, {}, memory_of(self)))
         x = hidden_states.flatten(0, 1)
         if layout.q_index is not None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import vexact_ops as vx
 
-from . import batch, images, whole
+from . import batch, images, prompt_learning, whole
 
 CACHES = ("cache", "past_key_values")  # a model's cache, as transformers calls it from 5.24 on, and as it did before
 LAYERS_CACHE = "layer_past"  # as some layers hand it to their attention; attend sees whether it has come
@@ -321,6 +321,8 @@ def causal_forward(
         "pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "mm_token_type_ids": mm_token_type_ids
     }  # fmt: skip
     kwargs |= {name: value for name, value in of_images.items() if value is not None}
+    if vexact_score is not None:
+        prompt_learning.check(patch, "log-probabilities")
     if labels is not None and patch.ulysses is not None:
         raise ValueError("labels: got some under sequence_parallel, expected vexact_score of each rank's own rows")
     if kwargs.pop("output_router_logits", None):
@@ -489,7 +491,7 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
             )
         asked.values = values
     asked.made = tuple(map(id, values))
-    return values
+    return batch.Values(*values) if patch.unjudged_hook() else values
 
 
 def next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -3,7 +3,7 @@
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -14,7 +14,7 @@ from .._core.numerics import numerics
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan, replicated, rotary
-from .batch import Score, check_begins, check_cu, one_axis, sent, text_axis
+from .batch import Score, axis_and_check, check_begins, check_counts, check_cu, sent, text_axis
 from .description import Decoder, Pages, State
 from .grids import grids_of
 from .images import Encoded, check_pixels, encode
@@ -220,8 +220,8 @@ class Handle:
         """The log-probability of each next token, with gradients and without ever holding T x V logits.
 
         input_ids       (B, S), or one packed row (1, T) or (T,)
-        cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end, on any device: from
-                        the CPU on, and without position_ids, no GPU is waited for
+        cu_seqlens      (N + 1,) where the packed row's sequences begin, and its end, on any device: from the CPU on,
+                        no GPU is waited for before it has been given the forward
         attention_mask  (B, S) of a batch padded left or right
         position_ids    (B, S), or several axes of them, equal but for images; without the two above, a sequence ends
                         where they do not go on by one. Of text they count from 0 in each sequence, as an engine's do
@@ -261,9 +261,13 @@ class Handle:
             "video_grid_thw": video_grid_thw, "second_per_grid_ts": second_per_grid_ts,
         }  # fmt: skip
         images = {name: value for name, value in images.items() if value is not None}
-        of_text = one_axis(position_ids) if patch.vision is None else text_axis(position_ids)[0]
-        if patch.vision is None:
-            position_ids = of_text
+        later: list[Callable[[], None]] = []  # checks of numbers that may be on a GPU: the forward is given to it first
+        if patch.vision is not None:
+            of_text = text_axis(position_ids)[0]
+        else:
+            position_ids, check_axes = axis_and_check(position_ids)
+            of_text = position_ids
+            later.append(check_axes) if cu_seqlens is not None else check_axes()
             if images:
                 raise ValueError(f"logprobs: pixel_values: {type(patch.model).__name__} takes no images")
         if where is not None and (not isinstance(where, Tensor) or where.dtype != torch.bool):
@@ -294,7 +298,11 @@ class Handle:
             index = sent(follows.nonzero()[:, 0], ids.device)
             cu_seqlens = sent(cu_seqlens, ids.device)
         if of_text is not None and patch.vision is None and of_text.shape[1] == ids.shape[1]:
-            check_begins(of_text, ids, attention_mask, cu_seqlens)
+            if cu_seqlens is None:
+                check_begins(of_text, ids, attention_mask)
+            else:
+                ends = bounds if of_text.device.type == "cpu" else cu_seqlens.to(of_text.device)
+                later.append(check_counts(of_text, ends, ids.numel()))
         if isinstance(temperature, Tensor):
             if temperature.shape != input_ids.shape:
                 got, expected = tuple(temperature.shape), tuple(input_ids.shape)
@@ -312,6 +320,8 @@ class Handle:
             vexact_score=asked,
             **images,
         )
+        for check in later:
+            check()
         others = asked.values is None and tuple(map(id, values)) != asked.made
         if others and patch.model.__dict__.get("_compiled_call_impl") is None:  # which returns tensors of its own
             raise RuntimeError(
@@ -465,18 +475,18 @@ def hf(
     row; an engine's `classify` gives the same. Their loss is the class's own.
 
     Modules that are put in or taken out after the patch are noticed by the next forward, which covers them too or
-    raises UnsupportedModule naming them; so are a bias that a module did not have, and numbers of modules (top_k, an
-    epsilon, a window) and of the config, and its lists (layer_types), that are set later, but by a forward that
-    torch.compile has compiled. Hooks that are put on later run, as do forwards that are set on a module later, and
-    nobody judges what they do; but a hook or a forward on a module whose work its block does is refused, and so is a
-    hook that changes what the output layer, or the whole model, returns where that is no logits. A hook on the whole
-    model that is there before the patch may change nothing; a module that is made one of another class is covered anew,
-    but a class that another forward is put into is not noticed. So PEFT may come before or after: LoRA on linear layers
-    is covered (several adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came
-    first). Its sum is base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own
-    dtype, rounded once to the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused
-    by name: DoRA and other forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other
-    methods of PEFT.
+    raises UnsupportedModule naming them; so are a bias that a module did not have, a weight that is no plain tensor any
+    more (a quantised one), and numbers of modules (top_k, an epsilon, a window) and of the config, and its lists
+    (layer_types), that are set later, but by a forward that torch.compile has compiled. Hooks that are put on later
+    run, as do forwards that are set on a module later, and nobody judges what they do; but a hook or a forward on a
+    module whose work its block does is refused, and so is a hook that changes what the output layer, or the whole
+    model, returns where that is no logits, or that asks there for logits. A hook on the whole model that is there
+    before the patch may change nothing; a module that is made one of another class is covered anew, but a class that
+    another forward is put into is not noticed. So PEFT may come before or after: LoRA on linear layers is covered
+    (several adapters, disabled, merged, adapter_names; rank-stabilised; modules_to_save where PEFT came first). Its sum
+    is base(x) + scaling * B(A(x)), adapter by adapter in their active order, A and B in their own dtype, rounded once
+    to the base layer's. Merged weights are rounded ones: other bits than the unmerged sum. Refused by name: DoRA and
+    other forms of LoRA, dropout above 0, LoRA of embeddings, experts or the output layer, other methods of PEFT.
 
     Not while another thread runs the same model; different models may be patched and used in different threads. Patch
     before torch.compile; FSDP2 may come before or after, and weights may be on meta still. Gradient checkpointing,

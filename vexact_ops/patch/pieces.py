@@ -42,6 +42,28 @@ def class_of(module: nn.Module) -> type:
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
+PLAIN = frozenset({Tensor, nn.Parameter, DTensor})  # FSDP2 makes the last one plain in a forward
+
+
+def computes_itself(kind: type) -> bool:
+    """Whether a class of tensors has an arithmetic of its own, as quantised ones have. Those that torch traces with
+    stand for plain ones."""
+    if kind in PLAIN or any(base.__module__.startswith("torch._subclasses.") for base in kind.__mro__):
+        return False
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    known = Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__
+    return function not in known or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def check_plain(module: nn.Module) -> None:
+    """Ops read the memory of a weight, and know no arithmetic of its own."""
+    for name, value in module._parameters.items():
+        if value is not None and computes_itself(type(value)):
+            raise NotCovered(
+                f"its {name} is a {type(value).__name__}, not a plain tensor: put the one in that it means"
+            )
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Float64, from a generator of its own: patching leaves the global random state alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -136,7 +158,7 @@ def check_linear(module: nn.Linear, head: bool) -> None:
     if type(module).forward is not nn.Linear.forward or torch.nn.utils.parametrize.is_parametrized(module):
         raise NotCovered("a linear layer with a forward or a parametrization of its own")
     for name, value in module._parameters.items():
-        if value is not None and type(value) not in (nn.Parameter, Tensor, DTensor):  # FSDP2 makes it plain in forward
+        if value is not None and type(value) not in PLAIN:
             raise NotCovered(f"its {name} is a {type(value).__name__}, not a plain tensor")
     if head and module.bias is not None:
         raise NotCovered("an output layer with a bias")
@@ -470,6 +492,7 @@ def rotation(form: str, part: bool) -> Callable:
                 f"its apply_rotary_pos_emb rotates whole heads alone, but gets tables of {cos.shape[-1]} for heads of "
                 f"{q.shape[-1]}, which no aligned op does: "
                 + ("heads of one number have no pairs" if q.shape[-1] == 1 else "without the patch it raises")
+                + ": head_dim (qk_rope_head_dim of latent attention) is to be even, and the width of its tables"
             )
         if unsqueeze_dim == 1:  # (B, heads, S, D)
             q, k = q.transpose(1, 2), k.transpose(1, 2)

@@ -85,6 +85,7 @@ def find(patch: "Patch") -> None:
             continue
         try:
             check_own_forward(module)
+            pieces.check_plain(module)
             if id(module) in patch.inner and any(hooks_of(module)):
                 raise NotCovered("it has a hook that would not run, for its block computes what it would: take it off")
             if id(module) in placed:

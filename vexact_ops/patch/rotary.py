@@ -85,6 +85,16 @@ def _thetas(module: nn.Module) -> str:
     return ", ".join(str(part["rope_theta"]) for part in each if "rope_theta" in part)
 
 
+def _widths(module: nn.Module) -> str:
+    """What its config has of the width that it rotates."""
+    config = getattr(module, "config", None)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    shares = {part["partial_rotary_factor"] for part in each if part.get("partial_rotary_factor") is not None}
+    return f"head_dim is {head}" + "".join(f", partial_rotary_factor {share}" for share in sorted(shares))
+
+
 def configured_of(module: nn.Module, longrope: str | None) -> dict[str, Tensor]:
     """What a module of its class and configuration is made with, on a CPU; empty where that cannot be made."""
     try:
@@ -166,6 +176,8 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
             raise NotCovered(
                 f"its {name} has {given[~given.isfinite()][0].item()}" + (f": rope_theta is {theta}" if theta else "")
             )
+        if given is not None and not given.numel():
+            raise NotCovered(f"it rotates nothing: {_widths(module)}: a rotation takes two numbers of a head at least")
         tried = twin(module)
         tried.__dict__["_buffers"] = buffers
         if has_longrope(module):  # its own forward would put others there

@@ -48,7 +48,7 @@ def start(
 
 
 @contextlib.contextmanager
-def beginning(make: str, count: int, ahead: str = "", *words: str) -> Iterator[None]:
+def prestarted(make: str, count: int, ahead: str = "", *words: str) -> Iterator[None]:
     """In a with block, so many processes are there for whoever makes replicas by `make`. Those that nobody has taken
     end with it.
 
