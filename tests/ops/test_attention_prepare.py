@@ -90,36 +90,3 @@ def test_gradients_are_the_same_whichever_kernel_is_before_them(monkeypatch):
         found.append(cute.backward(dout, q, k, v, out, lse, cu, cu, 0.1, True, None))
     for one in found[1:]:
         assert_bitwise(one, found[0])
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible to torch")
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_wide_heads_have_the_same_gradients_in_one_kernel_and_in_two(causal, monkeypatch, tmp_path):
-    cute = pytest.importorskip("vexact_ops.attention.cute")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("flash-attn-4's kernels here are for SM90")
-    from vexact_ops._core.admit import canonical_by_rule
-    from vexact_ops.attention import cute_backward, cute_objects
-    from vexact_ops.testing import attention_inputs, same_bits
-
-    lengths = [700, 1, 64, 333]
-    q, k, v = attention_inputs(lengths, 4, 2, 256, 256, seed=3, dtype=torch.bfloat16, device="cuda")
-    out, dout = (tricky(*q.shape, seed=i, dtype=torch.bfloat16, device="cuda") for i in (1, 2))
-    lse, cu = torch.full((4, len(q)), 9.0, device="cuda"), offsets(lengths, "cuda")
-
-    def gradients(name):
-        decision = canonical_by_rule(name, "it is asked for")
-        monkeypatch.setattr(cute_backward, "kernels_for", lambda *_: decision)
-        return cute.backward(dout, q, k, v, out, lse, cu, cu, 0.1, causal, None)
-
-    expected = gradients(cute_backward.ONE)
-    for name in cute_backward.APART:
-        assert_bitwise(gradients(name), expected, name)
-
-    of_now = cute_backward.QueryGradient  # other blocks of keys are another order of dq's sums
-    monkeypatch.setattr(cute_backward, "QueryGradient", lambda *a, keys, **given: of_now(*a, keys=keys - 16, **given))
-    monkeypatch.setattr(cute_objects, "_kernels", {})
-    monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
-    dq, dk, dv = gradients(name)
-    assert not same_bits(dq, expected[0]) and same_bits(dk, expected[1]) and same_bits(dv, expected[2])

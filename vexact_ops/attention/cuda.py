@@ -664,12 +664,10 @@ def explain(op: str, **given) -> list[tuple[str, Decision]]:
 
 
 def _parts(call: Call) -> list[tuple[str, Decision]]:
-    """A call's kernels; of flash-attn-4's backward also how many it has, and what goes before them."""
+    """A call's kernels; of flash-attn-4's backward also what goes before it."""
     found = [(call.part, route(call))]
     if call.part == "backward" and found[0][1].chosen.name == FLASH_ATTN and call.shape.window is None:
-        of, cute = call.shape, _cute()
-        how = of.d, of.dv, of.causal
-        kernels = cute.cute_backward.kernels_for(call.device, call.dtype, of.group, *how, cute.versions)
-        before = cute.cute_backward.prepared_by(call.device, call.dtype, *how)
-        found += [("its kernels", kernels), ("sums of rows before it", before)]
+        shape = call.shape
+        before = _cute().cute_backward.prepared_by(call.device, call.dtype, shape.d, shape.dv, shape.causal)
+        found.append(("sums of rows before it", before))
     return found

@@ -33,12 +33,6 @@ def add(a, b, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def add_flushed(a, b, *, loc=None, ip=None):
-    """As a reduction in memory adds: what is subnormal is zero."""
-    return _asm("add.rn.ftz.f32 $0, $1, $2;", a, b)
-
-
-@dsl_user_op
 def come_after(a, b, *, loc=None, ip=None):
     """What stands behind this waits for a and b, which are not negative. The assembler would pull a wait for a product
     of matrices ahead of the arithmetic that is to run beside it; it leaves a branch where it is."""

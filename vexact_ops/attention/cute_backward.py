@@ -7,27 +7,31 @@ added up in memory, a block of queries of a head at a time (order: blocks of key
 counted. Blocks of the first keys, which most queries see, begin first and are ahead of those that wait for them, since
 all take the queries at the same pace.
 
-Wide heads may have a kernel of its own for dq, with the same bits, where that is faster (cute_backward_apart.py).
-
 What its rows are given beside comes from flash-attn-4's own kernel before it, or from one of ours with that one's bytes
 (triton_prepare.py), whichever is faster.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 
 import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType, make_pipeline_state
-from flash_attn.cute import barrier, utils
+from flash_attn.cute import barrier
 from flash_attn.cute.block_info import BlockInfo
+from flash_attn.cute.cu_blocks_kernel import CuSeqlensToBlocksKernel
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned, to_cute_tensor
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-from flash_attn.cute.interface import _compile_bwd_postprocess
+from flash_attn.cute.interface import (
+    BIN_BATCH_SEARCH_THRESH,
+    _compile_bwd_postprocess,
+    _compile_bwd_preprocess,
+    _tile_size_bwd_sm90,
+)
 from flash_attn.cute.named_barrier import NamedBarrierBwd
 from flash_attn.cute.tile_scheduler import SingleTileVarlenScheduler, TileSchedulerArguments
 from flash_attn.cute.utils import AuxData
@@ -37,15 +41,13 @@ from torch import Tensor
 from .._core import digest
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
 from .._core.proof.attention import offsets
-from .._core.proof.inputs import SMALL, special_rows
-from . import cute_backward_apart, cute_objects, cute_prepare
-from .cute_backward_apart import GROUPS, QueryGradient
-from .cute_objects import DTYPES
-from .cute_prepare import THEIRS, blocks_until, layout_of, prepare, prepared_by, rooms_of, stack
+from .._core.proof.inputs import SMALL, special_rows, tricky
+from . import cute_objects, triton_prepare
 
 _LOG2_E = 1.4426950408889634
-WIDE = 256  # heads of which flash-attn-4 takes blocks of 48 keys: two kernels may be faster than one
-ONE = "one kernel"
+THEIRS = "flash-attn-4"
+OURS = {"triton": False, "triton, fused": True}  # the compiler of theirs may fuse a product with its sum, or not
+_DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 
 
 @dataclass(frozen=True)
@@ -232,16 +234,16 @@ class Backward(FlashAttentionBackwardSm90):
             share = cute.make_layout((self.tile_m * self.tile_hdim // self.num_wg_dQ, self.num_wg_dQ))
             low, end = block_info.get_m_block_min_max(seqlen, n_block)
             count = (end - low) * self.group
-            if count > 0:
-                for wg in cutlass.range_constexpr(self.num_wg_dQ):
-                    self.emptied(wg)
             for i in cutlass.range(count, unroll=1):
                 m_block, one = self.place(i, end)
                 head = head_kv * self.group + one
                 gdQ = cute.local_tile(mdQaccum[None, head], (share,), (None,))
                 turn = mdQ_semaphore[(head, first + m_block, None)].iterator
                 for wg in cutlass.range_constexpr(self.num_wg_dQ):
-                    barrier.wait_eq(turn, lane, wg, n_block)  # order: blocks of keys from the first to the last
+                    empty = int(NamedBarrierBwd.dQEmptyWG0) + wg
+                    cute.arch.barrier_arrive(barrier_id=empty, number_of_threads=threads)
+                barrier.wait_eq(turn, lane, 0, n_block)  # order: blocks of keys from the first to the last
+                for wg in cutlass.range_constexpr(self.num_wg_dQ):
                     full = int(NamedBarrierBwd.dQFullWG0) + wg
                     cute.arch.barrier(barrier_id=full, number_of_threads=threads)
                     with cute.arch.elect_one():
@@ -251,126 +253,14 @@ class Backward(FlashAttentionBackwardSm90):
                             self.tma_copy_bytes["dQ"],
                         )
                     cute.arch.cp_async_bulk_commit_group()
-                for wg in cutlass.range_constexpr(self.num_wg_dQ):  # what has been read may be written
-                    cute.arch.cp_async_bulk_wait_group(self.num_wg_dQ - 1 - wg, read=True)
-                    if i + 1 < count:
-                        self.emptied(wg)
-                for wg in cutlass.range_constexpr(self.num_wg_dQ):  # what has been added is the next block's to add to
-                    cute.arch.cp_async_bulk_wait_group(self.num_wg_dQ - 1 - wg, read=False)
-                    barrier.arrive_inc(turn, lane, wg, 1)
-
-    def emptied(self, wg):
-        cute.arch.barrier_arrive(
-            barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + wg,
-            number_of_threads=self.num_threads_per_warp_group + cute.arch.WARP_SIZE,
-        )
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                barrier.arrive_inc(turn, lane, 0, 1)
 
 
-class KeyGradients(Backward):
-    """dk and dv alone: cute_backward_apart.py has dq's kernel."""
-
-    ahead = False  # whether a round begins before the product of the one before is through
-
-    def _setup_attributes(self):
-        super()._setup_attributes()
-        self.sdQaccum_layout = cute.make_layout((32, self.num_wg_dQ))  # there is none
-        stages = self.Q_stage, self.dO_stage, self.PdS_stage
-        if self.mma_dkv_is_rs or self.shuffle_LSE or self.shuffle_dPsum or (self.ahead and stages != (2, 2, 2)):
-            raise AssertionError("a case that the loop below does not know")
-
-    def mma(self, *args, is_dQ_wg=True):
-        if self.ahead:
-            self.scale = args[25]
-            self.qhead_per_kvhead = 2  # then flash-attn-4's loop does not scale dk, which is not there yet
-        super().mma(*args, is_dQ_wg=False)
-
-    @cute.jit
-    def epilogue_dKV(self, acc_dV, mdV, sV, acc_dK, *rest):
-        if const_expr(self.ahead):
-            self.qhead_per_kvhead = 1
-            warpgroup.wait_group(0)
-            acc_dK.store(acc_dK.load() * self.scale)
-        Backward.epilogue_dKV(self, acc_dV, mdV, sV, acc_dK, *rest)
-        if const_expr(self.ahead):  # it is asked for in two places
-            self.qhead_per_kvhead = 2
-
-    def dQaccum_store(self, *args):
-        pass
-
-    @cute.jit
-    def mma_one_m_block(
-        self, m_block, q_state, do_state, warp_group_idx, mma_qk_fn, mma_dov_fn, mma_pdo_fn, mma_dsq_fn, mma_dsk_fn,
-        copy_P_r2s, copy_dS_r2s, pipeline_Q, pipeline_dO, tLSEsLSE, tLSEsdPsum, tdQsdQaccum, softmax_scale_log2,
-        PdS_barrier, is_dQ_wg=False, mask_fn=None, score_mod_fn=None, score_mod_bwd_fn=None, dKV_accumulate=True,
-    ):  # fmt: skip
-        """flash-attn-4's, but that dv's product is there before the gradients of scores, which are made beside it."""
-        m_block, _ = self.place(m_block, self.end)
-        do_now = q_state if const_expr(self.Q_stage == self.dO_stage) else do_state
-        at_q = q_state.index
-        at_do = do_now.index if const_expr(self.dO_stage > 1) else 0
-        at_ds = at_q if const_expr(self.PdS_stage > 1) else 0
-        pipeline_Q.consumer_wait(q_state, pipeline_Q.consumer_try_wait(q_state))
-        scores = mma_qk_fn(A_idx=at_q, wg_wait=1 if self.ahead else -1)
-        if const_expr(self.ahead):
-            self.release_before(pipeline_Q, at_q, dKV_accumulate)
-        lse = copy_utils.load_s2r(tLSEsLSE[None, at_q])
-        pipeline_dO.consumer_wait(do_now, pipeline_dO.consumer_try_wait(do_now))
-        dp = mma_dov_fn(A_idx=at_do, wg_wait=1)
-        mask_fn(scores, m_block=m_block)
-        p = layout_utils.reshape_acc_to_mn(scores, transpose=self.SdP_swapAB)
-        rows, columns = const_expr(cute.size(p, mode=[0])), const_expr(cute.size(p, mode=[1]))
-        for r in cutlass.range_constexpr(rows):
-            for c in cutlass.range(columns, unroll_full=True):
-                p[r, c] = cute.math.exp2(p[r, c] * softmax_scale_log2 - lse[r], fastmath=True)
-        dpsum = copy_utils.load_s2r(tLSEsdPsum[None, at_do])
-        rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(scores), self.dtype)
-        if const_expr(self.PdS_stage == 1):  # both warp groups are through with what lies there
-            PdS_barrier.arrive_and_wait()
-        copy_P_r2s(rounded, dst_idx=at_ds)
-        cute.arch.fence_view_async_shared()
-        PdS_barrier.arrive_and_wait()
-        mma_pdo_fn(A_idx=at_ds, B_idx=at_do, zero_init=not dKV_accumulate, wg_wait=1)
-        ds = layout_utils.reshape_acc_to_mn(dp, transpose=self.SdP_swapAB)
-        for r in cutlass.range_constexpr(rows):
-            for c in cutlass.range(columns, unroll_full=True):
-                ds[r, c] = p[r, c] * (ds[r, c] - dpsum[r])
-        copy_dS_r2s(utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dp), self.dtype), dst_idx=at_ds)
-        cute.arch.fence_view_async_shared()
-        PdS_barrier.arrive_and_wait()
-        mma_dsq_fn(A_idx=at_ds, B_idx=at_q, zero_init=not dKV_accumulate, wg_wait=1)
-        pipeline_dO.consumer_release(do_now)
-        if const_expr(not self.ahead):
-            warpgroup.wait_group(0)
-            pipeline_Q.consumer_release(q_state)
-        q_state.advance()
-        do_state.advance()
-        return q_state, do_state
-
-    @cute.jit
-    def release_before(self, pipeline_Q, at_q, there_is_one):
-        if there_is_one:
-            pipeline_Q.consumer_release_w_index(1 - at_q)
-
-
-class KeyGradientsAhead(KeyGradients):
-    ahead = True
-
-
-_KEYS_64 = {"n_block_size": 64, "num_stages_dO": 2, "num_stages_PdS": 2, "dKV_swapAB": False}
-_KEYS_80 = {"n_block_size": 80, "num_stages_dO": 1, "num_stages_PdS": 1, "dKV_swapAB": True}
-APART = {  # dk's and dv's kernel and its tiles, where dq has another
-    "dq apart, 64 keys ahead": (KeyGradientsAhead, _KEYS_64),
-    "dq apart, 64 keys": (KeyGradients, _KEYS_64),
-    "dq apart, 80 keys": (KeyGradients, _KEYS_80),
-}
-
-
-def _compile(
-    config, tensors: tuple, offsets: tuple, turns: Tensor, until: Tensor | None, causal: bool, make=Backward
-):  # fmt: skip
+def _compile(config, tensors: tuple, offsets: tuple, turns: Tensor, until: Tensor | None, causal: bool):
     q, k, v = tensors[:3]
-    kernel = make(
-        DTYPES[q.dtype], q.shape[2], v.shape[2], group=q.shape[1] // k.shape[1], is_causal=causal,
+    kernel = Backward(
+        _DTYPES[q.dtype], q.shape[2], v.shape[2], group=q.shape[1] // k.shape[1], is_causal=causal,
         tile_m=config.m_block_size, tile_n=config.n_block_size, Q_stage=config.num_stages_Q,
         dO_stage=config.num_stages_dO, PdS_stage=config.num_stages_PdS, SdP_swapAB=config.SdP_swapAB,
         dKV_swapAB=config.dKV_swapAB, dQ_swapAB=config.dQ_swapAB, AtomLayoutMSdP=config.AtomLayoutMSdP,
@@ -384,6 +274,45 @@ def _compile(
     )
 
 
+def _blocks_until(cu_seqlens: Tensor, rows: int) -> Tensor | None:
+    """How many blocks of rows the sequences up to each have, where they are so many that a search pays."""
+    if len(cu_seqlens) - 1 <= BIN_BATCH_SEARCH_THRESH:
+        return None
+    until = torch.empty_like(cu_seqlens)
+
+    def make():
+        tensors = [to_cute_tensor(t, assumed_align=4, leading_dim=0) for t in (until, cu_seqlens)]
+        return cute.compile(
+            CuSeqlensToBlocksKernel(tile=rows, seqlen_q_multiplier=1), tensors[0], None, tensors[1], None, None, None,
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
+        )  # fmt: skip
+
+    cute_objects.kernel("blocks", until.device, (rows,), make, _versions)(until, None, cu_seqlens, None, None, None)
+    return until
+
+
+@cache
+def _versions() -> str:
+    """Of flash-attn-4's own kernels, as they are compiled here: it would do that in every process anew."""
+    return digest.of_files(__file__, **{name: digest.version(name) for name in cute_objects.STACK})
+
+
+def _prepare(
+    name: str, out: Tensor, dout: Tensor, lse: Tensor, cu_seqlens: Tensor, until: Tensor | None, lse_2: Tensor,
+    dpsum: Tensor, sums: Tensor, rows: int, d: int, multiple: int,
+) -> None:  # fmt: skip
+    """Of each block of rows: out * dout summed over a row, lse in binary logarithms, and zeros where dq is summed."""
+    if name != THEIRS:
+        triton_prepare.prepare(out, dout, lse, cu_seqlens, lse_2, dpsum, sums, rows, OURS[name])
+        return
+    # sequences by their offsets; with dq's sums and binary logarithms; offsets padded; no heads packed
+    how = d, out.shape[2], rows, True, False, False, True, False, True, True, False, False, 1, 1
+    key = out.dtype, *how, until is not None, multiple, False
+    make = partial(_compile_bwd_preprocess, _DTYPES[out.dtype], *key[1:])
+    kernel = cute_objects.kernel("backward, before", out.device, key, make, _versions)
+    kernel(out, dout, dpsum, lse, lse_2, sums, cu_seqlens, None, None, None, None, 1.0, until, None)
+
+
 def _convert(
     sums: Tensor, dq: Tensor, scale: float, cu_seqlens: Tensor, until: Tensor | None, rows: int, multiple: int, config
 ) -> None:  # fmt: skip
@@ -391,136 +320,86 @@ def _convert(
     threads = 128 if config.dQ_single_wg else config.num_wg * 128
     how = dq.shape[2], rows, threads, config.AtomLayoutMdQ, config.dQ_swapAB, True, False, False, 1, 90
     key = dq.dtype, *how, until is not None, None, multiple, None
-    make = partial(_compile_bwd_postprocess, DTYPES[dq.dtype], *key[1:])
-    kernel = cute_objects.kernel("backward, after", dq.device, key, make, stack)
+    make = partial(_compile_bwd_postprocess, _DTYPES[dq.dtype], *key[1:])
+    kernel = cute_objects.kernel("backward, after", dq.device, key, make, _versions)
     kernel(sums, dq, scale, cu_seqlens, None, None, until)
 
 
-def _one_kernel(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor, scale: float, causal: bool, versions: Callable[[], str],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (tokens, heads, d), dv_width, device = q.shape, v.shape[2], q.device
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    config, rows, multiple = layout_of(d, dv_width, causal)
-    where, blocks = rooms_of(rows, d, multiple, tokens, heads, len(cu_seqlens) - 1, device)
-    lse_2, dpsum, sums = where
-    parts = 1 if config.dQ_single_wg else config.num_wg
-    turns = torch.zeros(heads, blocks, parts, dtype=torch.int32, device=device)
-    until, until_k = blocks_until(cu_seqlens, rows), blocks_until(cu_seqlens_k, config.n_block_size)
-    name = prepared_by(device, q.dtype, d, dv_width, causal).chosen.name
-    prepare(name, out, dout, lse, cu_seqlens, until, *where, rows, d, multiple)
-    tensors, ends = (q, k, v, dout, lse_2, dpsum, sums, dk, dv), (cu_seqlens, cu_seqlens_k)
-    key = q.dtype, heads // k.shape[1], d, dv_width, causal, until_k is None
-    make = partial(_compile, config, tensors, ends, turns, until_k, causal)
-    kernel = cute_objects.kernel("backward", device, key, make, versions)
-    kernel(*tensors, scale, *ends, turns, until_k)
-    _convert(sums, dq, scale, cu_seqlens, until, rows, multiple, config)
-    return dq, dk, dv
+def _rooms(rows: int, d: int, multiple: int, tokens: int, heads: int, sequences: int, device: torch.device):
+    """Where `_prepare` writes: lse_2, dpsum and sums, and how many blocks of rows they have."""
+    blocks = -(-(tokens + (sequences + 1) * rows) // rows)
+    lse_2, dpsum = torch.empty(2, heads, blocks * rows, dtype=torch.float32, device=device)
+    sums = torch.empty(heads, blocks * rows * (-(-d // multiple) * multiple), dtype=torch.float32, device=device)
+    return (lse_2, dpsum, sums), blocks
 
 
-def _apart(
-    name: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor, scale: float, causal: bool, versions: Callable[[], str],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """A kernel for dk and dv, with tiles of its own, and one for dq."""
-    (tokens, heads, d), dv_width, device = q.shape, v.shape[2], q.device
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    config, rows, multiple = layout_of(d, dv_width, causal)
-    (lse_2, dpsum, _), _ = rooms_of(rows, 0, multiple, tokens, heads, len(cu_seqlens) - 1, device)
-    until = blocks_until(cu_seqlens, rows)
-    prepare(THEIRS, out, dout, lse, cu_seqlens, until, lse_2, dpsum, None, rows, d, multiple)
-    ends, of = (cu_seqlens, cu_seqlens_k), (q.dtype, heads // k.shape[1], d, dv_width, causal)
-
-    kind, tiles = APART[name]
-    own = replace(config, **tiles)
-    until_k = blocks_until(cu_seqlens_k, own.n_block_size)
-    turns = torch.empty(1, 1, 1, dtype=torch.int32, device=device)  # nobody waits
-    tensors = q, k, v, dout, lse_2, dpsum, lse_2, dk, dv
-    make = partial(_compile, own, tensors, ends, turns, until_k, causal, kind)
-    kernel = cute_objects.kernel("backward, keys", device, (*of, until_k is None, name), make, versions)
-    kernel(*tensors, scale, *ends, turns, until_k)
-
-    until = blocks_until(cu_seqlens, rows * GROUPS)
-    tensors = q, k, v, dout, lse_2, dpsum, dq
-    make = partial(_compile_query_gradient, config, tensors, ends, until, causal)
-    kernel = cute_objects.kernel("backward, queries", device, (*of, until is None), make, versions)
-    kernel(*tensors, scale, *ends, until)
-    return dq, dk, dv
+def _layout(d: int, dv: int, causal: bool):
+    """flash-attn-4's tiles, rows of a block, and what a width of dq's sums is a multiple of."""
+    config = _tile_size_bwd_sm90(d, dv, causal, False)
+    return config, config.m_block_size, 64 if config.dKV_swapAB else 32
 
 
-def _compile_query_gradient(config, tensors: tuple, offsets: tuple, until: Tensor | None, causal: bool):
-    q, k, v = tensors[:3]
-    kernel = QueryGradient(
-        DTYPES[q.dtype], q.shape[2], v.shape[2], group=q.shape[1] // k.shape[1], causal=causal,
-        rows=config.m_block_size, keys=config.n_block_size,
-    )  # fmt: skip
-    numbers = [None if t is None else to_cute_tensor(t, assumed_align=4) for t in (*offsets, until)]
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(
-        kernel, *[to_cute_tensor(t) for t in tensors], 1.0, *numbers, stream, options="--enable-tvm-ffi"
-    )
-
-
-def kernels_for(
-    device: torch.device, dtype: torch.dtype, group: int, d: int, dv: int, causal: bool, versions: Callable[[], str]
-) -> Decision:  # fmt: skip
-    if (d, dv) != (WIDE, WIDE):
-        return canonical_by_rule(ONE, "heads are narrow, and blocks of keys large")
-    return _kernels(device, dtype, group, causal, versions)
+def prepared_by(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal: bool) -> Decision:
+    rows = _layout(d, dv, causal)[1]
+    if dv not in triton_prepare.WIDTHS or rows & (rows - 1):
+        return canonical_by_rule(THEIRS, "ours takes values of other widths, and blocks of a power of two rows")
+    return _preparing(device, dtype, d, dv, causal)
 
 
 @decided
-def _kernels(
-    device: torch.device, dtype: torch.dtype, group: int, causal: bool, versions: Callable[[], str]
-) -> Proposal:  # fmt: skip
-    def run(f: Callable) -> Callable:
-        return lambda *case: f(*case, WIDE**-0.5, causal, versions)
+def _preparing(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal: bool) -> Proposal:
+    _, rows, multiple = _layout(d, dv, causal)
 
-    source = f"{versions()} {digest.of_files(__file__, cute_backward_apart.__file__, cute_prepare.__file__)}"
-    one = Candidate(ONE, run(_one_kernel), source)
+    def run(name: str) -> Callable:
+        def call(out, dout, lse, cu):
+            where, _ = _rooms(rows, d, multiple, *out.shape[:2], len(cu) - 1, device)
+            for t in where:
+                t.fill_(3.0)  # what is not written is compared too
+            _prepare(name, out, dout, lse, cu, _blocks_until(cu, rows), *where, rows, d, multiple)
+            return where
+
+        return call
 
     def race(candidates: Sequence[Candidate], case: tuple) -> list[float | Exception]:
-        return race_on_gpu([[partial(candidate.run, *case)] for candidate in candidates])
+        cu = case[-1]
+        where, _ = _rooms(rows, d, multiple, *case[0].shape[:2], len(cu) - 1, device)
+        given = *case, _blocks_until(cu, rows), *where, rows, d, multiple
+        return race_on_gpu([[partial(_prepare, one.name, *given)] * 4 for one in candidates])
 
+    theirs = Candidate(THEIRS, run(THEIRS), _versions())
+    source = digest.of_files(__file__, triton_prepare.__file__, triton=digest.version("triton"))
     return Proposal(
-        f"attention_bwd_kernels {str(dtype).removeprefix('torch.')} Hq/Hk={group} D={WIDE} "
-        f"{'causal' if causal else 'full'}",
-        [*(Candidate(name, run(partial(_apart, name)), source) for name in APART), one],
-        one,
-        lambda: _kernels_cases(device, dtype, group),
+        f"attention_bwd_prepare {str(dtype).removeprefix('torch.')} D={d},{dv} {rows} rows",
+        [*(Candidate(name, run(name), source) for name in OURS), theirs],
+        theirs,
+        lambda: _preparing_cases(device, dtype, dv),
         race,
         ahead=False,
     )
 
 
-def _kernels_cases(device: torch.device, dtype: torch.dtype, group: int) -> list[tuple]:
-    """Blocks that are not full, and blocks of one kernel that end inside another's; sequences of no or few queries or
-    keys; sums that are subnormal; rows that see nothing, or have no share. All finite: how far a value that is not
-    spreads depends on blocks. The last one is as a batch is."""
+def _preparing_cases(device: torch.device, dtype: torch.dtype, dv: int) -> list[tuple]:
+    """Rows whose products cancel; sequences of one token, of none, and so many that they are searched; special rows of
+    either factor; logarithms of all kinds. The last one is as a batch is."""
 
-    def case(lengths: list[int], lengths_k: list[int], small: bool = False) -> tuple:
-        seed, rows, keys = len(lengths), sum(lengths), sum(lengths_k)
-        g = torch.Generator(device).manual_seed(seed)
-        shapes = (rows, 2 * group), (keys, 2), (keys, 2), (rows, 2 * group), (rows, 2 * group)
-        tensors = [torch.randn(*s, WIDE, dtype=torch.float32, generator=g, device=device).to(dtype) for s in shapes]
-        q, k, v, out, dout = tensors
-        if small:
-            q, k, v, dout = (special_rows(x, first=i, kinds=SMALL) for i, x in enumerate((q, k, v, dout)))
-            dout = (
-                dout.float() * torch.linspace(0, -110, rows, dtype=torch.float32, device=device).exp2()[:, None, None]
-            ).to(dtype)
-        lse = torch.full((2 * group, rows), 5.0, dtype=torch.float32, device=device)
-        lse[:, 3::11], lse[:, 5::13] = float("inf"), 9.0
-        return dout, q, k, v, out, lse, offsets(lengths, device), offsets(lengths_k, device)
+    def case(lengths: list[int], special: Sequence[str] = (), heads: int = 3) -> tuple:
+        shape, seed = (sum(lengths), heads, dv), len(lengths)
+        out, dout = (tricky(*shape, seed=seed + i, dtype=torch.float32, device=device) for i in range(2))
+        order = torch.randperm(dv, generator=torch.Generator().manual_seed(seed)).to(device)
+        out[..., dv // 2 :], dout[..., dv // 2 :] = out[..., : dv // 2], -dout[..., : dv // 2]
+        out, dout = (x[..., order].to(dtype).contiguous() for x in (out, dout))
+        lse = tricky(heads, sum(lengths), seed=seed + 2, device=device)
+        if special:
+            out, dout = special_rows(out, kinds=special), special_rows(dout, first=1, seed=1, kinds=special)
+            for start, value in enumerate((float("-inf"), float("inf"), float("nan"))):
+                lse[:, start::7] = value
+        return out, dout, lse, offsets(lengths, device)
 
-    packed, other = [700, 1, 130, 1300, 64, 47, 49], [100, 7, 0, 64, 300, 129]
-    return [
-        case(packed, packed),
-        case(other, [300, 500, 64, 0, 100, 129]),
-        case([1, 333, 200], [1, 333, 200], small=True),
-        case([4096, 2048], [4096, 2048]),
-    ]
+    every = "one nan", "one inf", "inf and -inf", "largest", "one largest", *SMALL
+    few = [case([700, 1, 0, 130, 64, 63]), case([1]), case([33, 200, 5], SMALL), case([90, 129], every)]
+    out = torch.randn(8192, 16, dv, dtype=torch.float32, device=device).to(dtype)
+    timed = out, out.flip(0), out[..., 0].t().float().contiguous(), offsets([1024] * 8, device)
+    return [*few, case([i % 5 for i in range(300)], heads=1), timed]
 
 
 def backward(
@@ -528,9 +407,21 @@ def backward(
     cu_seqlens_k: Tensor, scale: float, causal: bool, versions: Callable[[], str],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv; lse (Hq, T), in natural logarithms. The offsets are in order and inside their tensors."""
+    (tokens, heads, d), dv_width, device = q.shape, v.shape[2], q.device
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    group = q.shape[1] // k.shape[1]
-    name = kernels_for(q.device, q.dtype, group, q.shape[2], v.shape[2], causal, versions).chosen.name
-    run = _one_kernel if name == ONE else partial(_apart, name)
-    return run(dout, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, scale, causal, versions)
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    config, rows, multiple = _layout(d, dv_width, causal)
+    where, blocks = _rooms(rows, d, multiple, tokens, heads, len(cu_seqlens) - 1, device)
+    lse_2, dpsum, sums = where
+    turns = torch.zeros(heads, blocks, 1, dtype=torch.int32, device=device)
+    until, until_k = _blocks_until(cu_seqlens, rows), _blocks_until(cu_seqlens_k, config.n_block_size)
+    name = prepared_by(device, q.dtype, d, dv_width, causal).chosen.name
+    _prepare(name, out, dout, lse, cu_seqlens, until, *where, rows, d, multiple)
+    tensors, ends = (q, k, v, dout, lse_2, dpsum, sums, dk, dv), (cu_seqlens, cu_seqlens_k)
+    key = q.dtype, heads // k.shape[1], d, dv_width, causal, until_k is None
+    make = partial(_compile, config, tensors, ends, turns, until_k, causal)
+    kernel = cute_objects.kernel("backward", device, key, make, versions)
+    kernel(*tensors, scale, *ends, turns, until_k)
+    _convert(sums, dq, scale, cu_seqlens, until, rows, multiple, config)
+    return dq, dk, dv
