@@ -12,16 +12,16 @@ What its rows are given beside comes from flash-attn-4's own kernel before it, o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
-from cutlass.pipeline import PipelineUserType, make_pipeline_state
-from flash_attn.cute import barrier
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.pipeline import Agent, CooperativeGroup, NamedBarrier, PipelineUserType, make_pipeline_state
+from flash_attn.cute import barrier, pipeline, utils
 from flash_attn.cute.block_info import BlockInfo
 from flash_attn.cute.cu_blocks_kernel import CuSeqlensToBlocksKernel
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned, to_cute_tensor
@@ -32,10 +32,12 @@ from flash_attn.cute.interface import (
     _compile_bwd_preprocess,
     _tile_size_bwd_sm90,
 )
+from flash_attn.cute.mask import AttentionMask
 from flash_attn.cute.named_barrier import NamedBarrierBwd
+from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from flash_attn.cute.tile_scheduler import SingleTileVarlenScheduler, TileSchedulerArguments
 from flash_attn.cute.utils import AuxData
-from quack import copy_utils, layout_utils
+from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
 from .._core import digest
@@ -43,8 +45,13 @@ from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, deci
 from .._core.proof.attention import offsets
 from .._core.proof.inputs import SMALL, special_rows, tricky
 from . import cute_objects, triton_prepare
+from .cute_arithmetic import moved
 
 _LOG2_E = 1.4426950408889634
+WIDE = 256
+_OF_WIDE = {"n_block_size": 64, "dKV_swapAB": False}
+_PARTS = 2
+_HANDED = int(max(NamedBarrierBwd)) + 1  # the first barrier that flash-attn-4 leaves free
 THEIRS = "flash-attn-4"
 OURS = {"triton": False, "triton, fused": True}  # the compiler of theirs may fuse a product with its sum, or not
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
@@ -63,11 +70,21 @@ class _Rounds(BlockInfo):
 
 
 class Backward(FlashAttentionBackwardSm90):
-    """group: heads that share keys."""
+    """group: heads that share keys; parts: in which dq goes through shared memory."""
 
-    def __init__(self, *args, group: int, **kwargs):
+    dv_first = False
+    adders = 3  # warps that add up dq: beside that which loads, as many as a warp group has left
+
+    def __init__(self, *args, group: int, parts: int = 1, **kwargs):
         super().__init__(*args, qhead_per_kvhead=1, deterministic=True, **kwargs)
-        self.group = group
+        self.group, self.parts = group, parts
+        if parts > 1 and (self.mma_dkv_is_rs or self.shuffle_LSE or self.shuffle_dPsum or self.num_wg_dQ == 1):
+            raise AssertionError("a case that the loop below does not know")
+
+    def _setup_attributes(self):
+        super()._setup_attributes()
+        self.part_size = self.tile_m * self.tile_hdim // self.num_wg_dQ // self.parts
+        self.sdQaccum_layout = cute.make_layout((self.part_size, self.num_wg_dQ))
 
     @cute.jit
     def __call__(self, mQ, mK, mV, mdO, mLSE, mdPsum, mdQ, mdK, mdV, scale, at, at_k, turns, until, stream):
@@ -97,7 +114,7 @@ class Backward(FlashAttentionBackwardSm90):
             )
         }
         self.tma_copy_bytes["LSE"] = self.tma_copy_bytes["dPsum"] = self.tile_m * 4
-        self.tma_copy_bytes["dQ"] = self.tile_m * self.tile_hdim * 4 // self.num_wg_dQ
+        self.tma_copy_bytes["dQ"] = self.part_size * 4
         fetch, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         ragged = partial(copy_utils.create_ragged_tensor_for_tma, ragged_dim=0, ptr_shift=True)
         copies = [
@@ -119,30 +136,159 @@ class Backward(FlashAttentionBackwardSm90):
             cu_total_m_blocks_ptr=until,
         )  # fmt: skip
         params = SingleTileVarlenScheduler.to_underlying_arguments(tiling)
-        tensors = [tensor for _, tensor in copies] + [atom for atom, _ in copies]
-        numbers = mLSE, mdPsum, mdQ, at, at_k, None, None
-        layouts = (
-            self.sQ_layout, self.sK_layout, self.sV_layout, self.sPdS_layout, self.sdO_layout, self.sdQaccum_layout,
-            self.r2s_tiled_copy_dQaccum,
-        )  # fmt: skip
-        products = mma_s, mma_dk, mma_dv, mma_dq, scale * _LOG2_E, scale
-        schedule = params, SingleTileVarlenScheduler, self._get_shared_storage_cls()
-        others = AuxData(), None, None, None, turns, None, None, None, None
-        self.kernel(*tensors, *numbers, *layouts, *products, *schedule, *others).launch(
+        self.kernel(
+            *[tensor for _, tensor in copies], [atom for atom, _ in copies], mLSE, mdPsum, mdQ, at, at_k, turns,
+            (self.sQ_layout, self.sK_layout, self.sV_layout, self.sdO_layout, self.sPdS_layout, self.sdQaccum_layout),
+            self.r2s_tiled_copy_dQaccum, (mma_s, mma_dk, mma_dv, mma_dq), scale * _LOG2_E, scale, params,
+            self._get_shared_storage_cls(),
+        ).launch(
             grid=SingleTileVarlenScheduler.get_grid_shape(params),
             block=[self.num_threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
-        )
+        )  # fmt: skip
 
-    def mma(self, *args, is_dQ_wg=True):
-        rounds = [_Rounds(**vars(x), kernel=self) if isinstance(x, BlockInfo) else x for x in args]
-        FlashAttentionBackwardSm90.mma(self, *rounds, is_dQ_wg=is_dQ_wg)
+    @cute.kernel
+    def kernel(
+        self, mQ, mK, mV, mdO, mdK, mdV, atoms, mLSE, mdPsum, mdQ, at, at_k, turns, layouts, put_dq, products, scale_2,
+        scale, params, Storage: cutlass.Constexpr,
+    ):  # fmt: skip
+        """flash-attn-4's, but that several warps add up dq, by turns."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        copy_q, copy_k, copy_v, copy_do, copy_dk, copy_dv = atoms
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        size, consumers = self.tma_copy_bytes, self.num_mma_threads // cute.arch.WARP_SIZE
+        pipe = partial(
+            pipeline.PipelineTmaAsync.create, producer_group=CooperativeGroup(Agent.Thread),
+            consumer_group=CooperativeGroup(Agent.Thread, consumers),
+        )  # fmt: skip
+        pipe_q = pipe(
+            barrier_storage=storage.mbar_ptr_Q.data_ptr(), num_stages=self.Q_stage, tx_count=size["Q"] + size["LSE"],
+            defer_sync=True,
+        )  # fmt: skip
+        pipe_do = pipe(
+            barrier_storage=storage.mbar_ptr_dO.data_ptr(), num_stages=self.dO_stage,
+            tx_count=size["dO"] + size["dPsum"], defer_sync=False,
+        )  # fmt: skip
+        of_q, of_k, of_v, of_do, of_ds, of_dq = layouts
+        sQ = storage.sQ.get_tensor(of_q.outer, swizzle=of_q.inner)
+        sK = storage.sK.get_tensor(of_k.outer, swizzle=of_k.inner)
+        sV = storage.sV.get_tensor(of_v.outer, swizzle=of_v.inner)
+        sdO = storage.sdO.get_tensor(of_do.outer, swizzle=of_do.inner)
+        sdS = storage.sdS.get_tensor(of_ds.outer, swizzle=of_ds.inner)
+        sP = None
+        if const_expr(not self.mma_dkv_is_rs):
+            sP = storage.sP.get_tensor(of_ds.outer, swizzle=of_ds.inner)
+        apart = cute.round_up(self.tile_m, 64)
+        sLSE = storage.sLSE.get_tensor(cute.make_layout((self.tile_m, self.Q_stage), stride=(1, apart)))
+        sdPsum = storage.sdPsum.get_tensor(cute.make_layout((self.tile_m, self.dO_stage), stride=(1, apart)))
+        sdQ = storage.sdQaccum.get_tensor(of_dq)
+        tiles = self.tile_m, self.tile_n
+        info = tiles[0], tiles[1], self.is_causal, False, False, None, None, 1
+        seqlen = partial(
+            SeqlenInfoQK.create, seqlen_q_static=mQ.shape[0], seqlen_k_static=mK.shape[0], mCuSeqlensQ=at,
+            mCuSeqlensK=at_k, tile_m=self.tile_m, tile_n=self.tile_n,
+        )  # fmt: skip
+        schedule = partial(SingleTileVarlenScheduler.create, params)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.num_producer_regs)
+            if warp == 0:
+                self.load(
+                    mQ, mK, mV, mdO, mLSE, mdPsum, sQ, sK, sV, sdO, sLSE, sdPsum, copy_q, copy_k, copy_v, copy_do,
+                    pipe_q, pipe_do, BlockInfo(*info), seqlen, schedule,
+                )  # fmt: skip
+            elif warp <= self.adders:
+                self.add(warp - 1, mdQ, sdQ, BlockInfo(*info), schedule, seqlen, turns)
+        else:
+            mma = partial(
+                self.mma, *products, mdK, mdV, None, None, mdQ, sQ, sK, sV, sdO, sP, sdS, sLSE, sdPsum, sdQ, pipe_q,
+                pipe_do, cute.arch.thread_idx()[0] - 128, copy_dk, copy_dv, put_dq, scale_2, scale,
+                _Rounds(*info, kernel=self), seqlen, partial(AttentionMask, *tiles, swap_AB=self.SdP_swapAB), schedule,
+                AuxData(), None,
+            )  # fmt: skip
+            if const_expr(self.num_wg_dQ == self.num_wg_mma):
+                cute.arch.setmaxregister_increase(self.num_mma_regs_wg0)
+                mma(is_dQ_wg=True)
+            elif warp < 8:
+                cute.arch.setmaxregister_increase(self.num_mma_regs_wg0)
+                mma(is_dQ_wg=True)
+            else:
+                cute.arch.setmaxregister_increase(self.num_mma_regs_wg1)
+                mma(is_dQ_wg=False)
 
-    def mma_one_m_block(self, m_block, *args, **kwargs):
+    @cute.jit
+    def mma_one_m_block(
+        self, m_block, q_state, do_state, warp_group_idx, mma_qk_fn, mma_dov_fn, mma_pdo_fn, mma_dsq_fn, mma_dsk_fn,
+        copy_P_r2s, copy_dS_r2s, pipeline_Q, pipeline_dO, tLSEsLSE, tLSEsdPsum, tdQsdQaccum, softmax_scale_log2,
+        PdS_barrier, is_dQ_wg=True, mask_fn=None, score_mod_fn=None, score_mod_bwd_fn=None, dKV_accumulate=True,
+    ):  # fmt: skip
         m_block, _ = self.place(m_block, self.end)
-        return FlashAttentionBackwardSm90.mma_one_m_block(self, m_block, *args, **kwargs)
+        if const_expr(self.parts == 1):
+            return FlashAttentionBackwardSm90.mma_one_m_block(
+                self, m_block, q_state, do_state, warp_group_idx, mma_qk_fn, mma_dov_fn, mma_pdo_fn, mma_dsq_fn,
+                mma_dsk_fn, copy_P_r2s, copy_dS_r2s, pipeline_Q, pipeline_dO, tLSEsLSE, tLSEsdPsum, tdQsdQaccum,
+                softmax_scale_log2, PdS_barrier, is_dQ_wg, mask_fn, score_mod_fn, score_mod_bwd_fn, dKV_accumulate,
+            )  # fmt: skip
+        do_now = q_state if const_expr(self.Q_stage == self.dO_stage) else do_state
+        at_q = q_state.index
+        at_do = do_now.index if const_expr(self.dO_stage > 1) else 0
+        at_ds = at_q if const_expr(self.PdS_stage > 1) else 0
+        pipeline_Q.consumer_wait(q_state, pipeline_Q.consumer_try_wait(q_state))
+        scores = mma_qk_fn(A_idx=at_q, wg_wait=-1)
+        lse = copy_utils.load_s2r(tLSEsLSE[None, at_q])
+        pipeline_dO.consumer_wait(do_now, pipeline_dO.consumer_try_wait(do_now))
+        dp = mma_dov_fn(A_idx=at_do, wg_wait=1)
+        mask_fn(scores, m_block=m_block)
+        p = layout_utils.reshape_acc_to_mn(scores, transpose=self.SdP_swapAB)
+        rows, columns = const_expr(cute.size(p, mode=[0])), const_expr(cute.size(p, mode=[1]))
+        for r in cutlass.range_constexpr(rows):
+            for c in cutlass.range(columns, unroll_full=True):
+                p[r, c] = cute.math.exp2(p[r, c] * softmax_scale_log2 - lse[r], fastmath=True)
+        dpsum = copy_utils.load_s2r(tLSEsdPsum[None, at_do])
+        rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(scores), self.dtype)
+        if const_expr(self.PdS_stage == 1):  # both warp groups are through with what lies there
+            PdS_barrier.arrive_and_wait()
+        copy_P_r2s(rounded, dst_idx=at_ds)
+        if const_expr(self.dv_first):
+            cute.arch.fence_view_async_shared()
+            PdS_barrier.arrive_and_wait()
+            mma_pdo_fn(A_idx=at_ds, B_idx=at_do, zero_init=not dKV_accumulate, wg_wait=1)
+        else:
+            warpgroup.wait_group(0)
+        ds = layout_utils.reshape_acc_to_mn(dp, transpose=self.SdP_swapAB)
+        for r in cutlass.range_constexpr(rows):
+            for c in cutlass.range(columns, unroll_full=True):
+                ds[r, c] = p[r, c] * (ds[r, c] - dpsum[r])
+        rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dp), self.dtype)
+        if const_expr(not self.dv_first):
+            cute.arch.fence_view_async_shared()
+            PdS_barrier.arrive_and_wait()
+        copy_dS_r2s(rounded, dst_idx=at_ds)
+        if const_expr(not self.dv_first):
+            mma_pdo_fn(A_idx=at_ds, B_idx=at_do, zero_init=not dKV_accumulate, wg_wait=-1)
+        cute.arch.fence_view_async_shared()
+        PdS_barrier.arrive_and_wait()
+        dq = mma_dsk_fn(A_idx=at_ds, wg_wait=1)
+        pipeline_dO.consumer_release(do_now)
+        mma_dsq_fn(A_idx=at_ds, B_idx=at_q, zero_init=not dKV_accumulate, wg_wait=1)
+        threads = const_expr(self.num_threads_per_warp_group + cute.arch.WARP_SIZE)
+        for part in cutlass.range_constexpr(self.parts):
+            empty = int(NamedBarrierBwd.dQEmptyWG0) + warp_group_idx
+            cute.arch.barrier(barrier_id=empty, number_of_threads=threads)
+            of_part = cute.make_layout(tdQsdQaccum.shape)
+            cute.autovec_copy(cute.make_tensor(dq.iterator + part * cute.size(of_part), of_part), tdQsdQaccum)
+            cute.arch.fence_view_async_shared()
+            full = int(NamedBarrierBwd.dQFullWG0) + warp_group_idx
+            cute.arch.barrier_arrive(barrier_id=full, number_of_threads=threads)
+        warpgroup.wait_group(0)
+        pipeline_Q.consumer_release(q_state)
+        q_state.advance()
+        do_state.advance()
+        return q_state, do_state
 
     def place(self, i, end):
         """The block of queries of a round, and which of the heads."""
@@ -220,10 +366,9 @@ class Backward(FlashAttentionBackwardSm90):
         load_dpsum(src_idx=m_block, dst_idx=do_state.index, tma_bar_ptr=bar)
 
     @cute.jit
-    def dQaccum_store(
-        self, mdQaccum, sdQaccum, block_info, TileSchedulerCls, SeqlenInfoCls, blocksparse_tensors=None,
-        mdQ_semaphore=None,
-    ):  # fmt: skip
+    def add(self, which, mdQ, sdQ, block_info, TileSchedulerCls, SeqlenInfoCls, turns):
+        """dq of every self.adders-th round: one warp waits for its turn, or for what it added to be there, while
+        another has the buffer."""
         lane = cute.arch.thread_idx()[0] % cute.arch.WARP_SIZE
         threads = const_expr(self.num_threads_per_warp_group + cute.arch.WARP_SIZE)
         work_tile = TileSchedulerCls().initial_work_tile_info()
@@ -231,36 +376,170 @@ class Backward(FlashAttentionBackwardSm90):
             n_block, head_kv, batch_idx, _ = work_tile.tile_idx
             seqlen = SeqlenInfoCls(batch_idx)
             first = seqlen.padded_offset_q // self.tile_m
-            share = cute.make_layout((self.tile_m * self.tile_hdim // self.num_wg_dQ, self.num_wg_dQ))
+            share = cute.make_layout((self.part_size, self.parts * self.num_wg_dQ))
             low, end = block_info.get_m_block_min_max(seqlen, n_block)
             count = (end - low) * self.group
-            for i in cutlass.range(count, unroll=1):
+            if which == 0 and count > 0:
+                for wg in cutlass.range_constexpr(self.num_wg_dQ):
+                    self.emptied(wg)
+            for i in cutlass.range(which, count, self.adders, unroll=1):
                 m_block, one = self.place(i, end)
                 head = head_kv * self.group + one
-                gdQ = cute.local_tile(mdQaccum[None, head], (share,), (None,))
-                turn = mdQ_semaphore[(head, first + m_block, None)].iterator
-                for wg in cutlass.range_constexpr(self.num_wg_dQ):
-                    empty = int(NamedBarrierBwd.dQEmptyWG0) + wg
-                    cute.arch.barrier_arrive(barrier_id=empty, number_of_threads=threads)
+                gdQ = cute.local_tile(mdQ[None, head], (share,), (None,))
+                turn = turns[(head, first + m_block, None)].iterator
                 barrier.wait_eq(turn, lane, 0, n_block)  # order: blocks of keys from the first to the last
-                for wg in cutlass.range_constexpr(self.num_wg_dQ):
-                    full = int(NamedBarrierBwd.dQFullWG0) + wg
-                    cute.arch.barrier(barrier_id=full, number_of_threads=threads)
-                    with cute.arch.elect_one():
-                        copy_utils.cpasync_reduce_bulk_add_f32(
-                            sdQaccum[None, wg].iterator,
-                            gdQ[(None, wg), first + m_block].iterator,
-                            self.tma_copy_bytes["dQ"],
-                        )
-                    cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                if i > 0:
+                    self.handed(which).arrive_and_wait()
+                for part in cutlass.range_constexpr(self.parts):
+                    for wg in cutlass.range_constexpr(self.num_wg_dQ):
+                        full = int(NamedBarrierBwd.dQFullWG0) + wg
+                        cute.arch.barrier(barrier_id=full, number_of_threads=threads)
+                        with cute.arch.elect_one():
+                            copy_utils.cpasync_reduce_bulk_add_f32(
+                                sdQ[None, wg].iterator,
+                                gdQ[(None, wg * self.parts + part), first + m_block].iterator,
+                                self.tma_copy_bytes["dQ"],
+                            )
+                        cute.arch.cp_async_bulk_commit_group()
+                    if const_expr(part < self.parts - 1):
+                        self.emptied_once_read()
+                if i + 1 < count:
+                    self.handed((which + 1) % self.adders).arrive()
+                    self.emptied_once_read()
+                cute.arch.cp_async_bulk_wait_group(0, read=False)  # what has been added is the next block's to add to
                 barrier.arrive_inc(turn, lane, 0, 1)
+
+    def handed(self, which):
+        """The buffer's next round is that warp's."""
+        return NamedBarrier(barrier_id=_HANDED + which, num_threads=2 * cute.arch.WARP_SIZE)
+
+    def emptied_once_read(self):
+        for wg in range(self.num_wg_dQ):
+            cute.arch.cp_async_bulk_wait_group(self.num_wg_dQ - 1 - wg, read=True)
+            self.emptied(wg)
+
+    def emptied(self, wg):
+        cute.arch.barrier_arrive(
+            barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + wg,
+            number_of_threads=self.num_threads_per_warp_group + cute.arch.WARP_SIZE,
+        )
+
+
+class Wide(Backward):
+    """Of heads of 256, whose products wait for shared memory: a round's products follow each other and the round
+    before without a break."""
+
+    @cute.jit
+    def mma(
+        self, mma_s, mma_dk, mma_dv, mma_dq, mdK, mdV, mdK_semaphore, mdV_semaphore, mdQ, sQ, sK, sV, sdO, sP, sdS,
+        sLSE, sdPsum, sdQ, pipe_q, pipe_do, thread, copy_dk, copy_dv, put_dq, scale_2, scale, info, SeqlenInfoCls,
+        MaskCls, TileSchedulerCls, aux_data=None, fastdiv_mods=None, is_dQ_wg=True,
+    ):  # fmt: skip
+        wg = cute.arch.make_warp_uniform(thread // self.num_threads_per_warp_group)
+        leader = wg * self.num_threads_per_warp_group
+        of_s, of_dk, of_dv = mma_s.get_slice(leader), mma_dk.get_slice(leader), mma_dv.get_slice(leader)
+        m, n, d, dv = self.tile_m, self.tile_n, self.tile_hdim, self.tile_hdimv
+        parts, transposed = sm90_utils.partition_fragment_ABC, layout_utils.transpose_view
+        _, tSrQ, tSrK = parts(of_s, (m, n, d), sQ, sK)
+        _, tPrO, tPrV = parts(of_s, (m, n, dv), sdO, sV)
+        acc_dv, tVrP, tVrO = parts(of_dv, (n, dv, m), transposed(sP), transposed(sdO))
+        acc_dk, tKrS, tKrQ = parts(of_dk, (n, d, m), transposed(sdS), transposed(sQ))
+        _, tQrS, tQrK = parts(mma_dq.get_slice(leader), (m, d, n), sdS, transposed(sK))
+        put = partial(
+            copy_utils.get_smem_store_C, mma_s, tidx=thread, position_independent=True,
+            major_mode_size=n // self.num_wg_mma,
+        )  # fmt: skip
+        put_p, _, _ = put(sP)
+        put_ds, _, _ = put(sdS)
+        column = partial(
+            layout_utils.mma_partition_C_vec, thr_mma=mma_s.get_slice(thread), expand_shape=n, is_colvec=True
+        )
+        room = put_dq.get_slice(thread).partition_D(sdQ)
+        work_tile = TileSchedulerCls().initial_work_tile_info()
+        if work_tile.is_valid_tile:
+            n_block, head_kv, batch_idx, _ = work_tile.tile_idx
+            seqlen = SeqlenInfoCls(batch_idx)
+            _, count = info.get_m_block_min_max(seqlen, n_block)
+            mask = partial(
+                MaskCls(seqlen).apply_mask, batch_idx=batch_idx, head_idx=head_kv, n_block=n_block,
+                thr_mma=mma_s.get_slice(thread), mask_seqlen=True, mask_causal=self.is_causal, mask_local=False,
+            )  # fmt: skip
+            of_q, of_do = column(sLSE), column(sdPsum)
+            before = make_pipeline_state(PipelineUserType.Consumer, self.Q_stage)
+            at_q = make_pipeline_state(PipelineUserType.Consumer, self.Q_stage)
+            at_do = make_pipeline_state(PipelineUserType.Consumer, self.dO_stage)
+            free = NamedBarrier(barrier_id=int(NamedBarrierBwd.PdS), num_threads=self.num_mma_threads)
+            acc_dv.fill(0.0)
+            acc_dk.fill(0.0)
+            rest = cute.make_rmem_tensor(cute.make_layout(room.shape), Float32)  # of dq, of the round before
+            rest.fill(0.0)
+            zero = n_block >> 31
+            more = False
+            for i in cutlass.range(count, unroll=1):
+                pipe_q.consumer_wait(at_q, pipe_q.consumer_try_wait(at_q))
+                s = sm90_utils.gemm_zero_init(mma_s, (m, n), tSrQ, tSrK, A_idx=at_q.index, wg_wait=-1)
+                if i > 0:  # what is left of the round before
+                    self.hand_over(rest, room, wg)
+                    warpgroup.wait_group(1)
+                    pipe_q.consumer_release(before)
+                    before.advance()
+                lse = copy_utils.load_s2r(of_q[None, at_q.index])
+                pipe_do.consumer_wait(at_do, pipe_do.consumer_try_wait(at_do))
+                dp = sm90_utils.gemm_zero_init(mma_s, (m, n), tPrO, tPrV, A_idx=at_do.index, wg_wait=1)
+                mask(s, m_block=self.place(i, self.end)[0])
+                p = layout_utils.reshape_acc_to_mn(s)
+                rows, columns = const_expr(cute.size(p, mode=[0])), const_expr(cute.size(p, mode=[1]))
+                for r in cutlass.range_constexpr(rows):
+                    for c in cutlass.range(columns, unroll_full=True):
+                        p[r, c] = cute.math.exp2(p[r, c] * scale_2 - lse[r], fastmath=True)
+                dpsum = copy_utils.load_s2r(of_do[None, at_do.index])
+                rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(s), self.dtype)
+                free.arrive_and_wait()  # both warp groups are through with the round before
+                put_p(rounded, dst_idx=0)
+                cute.arch.fence_view_async_shared()
+                free.arrive_and_wait()
+                sm90_utils.gemm_w_idx(mma_dv, acc_dv, tVrP, tVrO, not more, A_idx=0, B_idx=at_do.index, wg_wait=1)
+                ds = layout_utils.reshape_acc_to_mn(dp)
+                for r in cutlass.range_constexpr(rows):
+                    for c in cutlass.range(columns, unroll_full=True):
+                        ds[r, c] = p[r, c] * (ds[r, c] - dpsum[r])
+                put_ds(utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dp), self.dtype), dst_idx=0)
+                cute.arch.fence_view_async_shared()
+                free.arrive_and_wait()
+                dq = sm90_utils.gemm_zero_init(mma_dq, (m, d), tQrS, tQrK, A_idx=0, wg_wait=1)
+                pipe_do.consumer_release(at_do)
+                sm90_utils.gemm_w_idx(mma_dk, acc_dk, tKrS, tKrQ, not more, A_idx=0, B_idx=at_q.index, wg_wait=1)
+                self.hand_over(cute.make_tensor(dq.iterator, rest.layout), room, wg)
+                for j in cutlass.range_constexpr(cute.size(rest)):
+                    rest[j] = moved(dq[cute.size(rest) + j], zero)
+                more = True
+                at_q.advance()
+                at_do.advance()
+            if count > 0:
+                self.hand_over(rest, room, wg)
+            warpgroup.wait_group(0)
+            acc_dk.store(acc_dk.load() * scale)
+            self.epilogue_dKV(
+                acc_dv, mdV, sV, acc_dk, mdK, sK, seqlen, copy_dk, copy_dv, mma_dk, mma_dv, thread, n_block, head_kv,
+                batch_idx,
+            )  # fmt: skip
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 4:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def hand_over(self, part, room, wg):
+        threads = const_expr(self.num_threads_per_warp_group + cute.arch.WARP_SIZE)
+        cute.arch.barrier(barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + wg, number_of_threads=threads)
+        cute.autovec_copy(part, room)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=int(NamedBarrierBwd.dQFullWG0) + wg, number_of_threads=threads)
 
 
 def _compile(config, tensors: tuple, offsets: tuple, turns: Tensor, until: Tensor | None, causal: bool):
     q, k, v = tensors[:3]
     kernel = Backward(
-        _DTYPES[q.dtype], q.shape[2], v.shape[2], group=q.shape[1] // k.shape[1], is_causal=causal,
+        _DTYPES[q.dtype], q.shape[2], v.shape[2], group=q.shape[1] // k.shape[1],
+        parts=_PARTS if _is_wide(q.shape[2], v.shape[2]) else 1, is_causal=causal,
         tile_m=config.m_block_size, tile_n=config.n_block_size, Q_stage=config.num_stages_Q,
         dO_stage=config.num_stages_dO, PdS_stage=config.num_stages_PdS, SdP_swapAB=config.SdP_swapAB,
         dKV_swapAB=config.dKV_swapAB, dQ_swapAB=config.dQ_swapAB, AtomLayoutMSdP=config.AtomLayoutMSdP,
@@ -333,9 +612,15 @@ def _rooms(rows: int, d: int, multiple: int, tokens: int, heads: int, sequences:
     return (lse_2, dpsum, sums), blocks
 
 
+def _is_wide(d: int, dv: int) -> bool:
+    return d == dv == WIDE
+
+
 def _layout(d: int, dv: int, causal: bool):
     """flash-attn-4's tiles, rows of a block, and what a width of dq's sums is a multiple of."""
     config = _tile_size_bwd_sm90(d, dv, causal, False)
+    if _is_wide(d, dv):
+        config = replace(config, **_OF_WIDE)
     return config, config.m_block_size, 64 if config.dKV_swapAB else 32
 
 
