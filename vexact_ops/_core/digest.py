@@ -42,7 +42,7 @@ _NO_ARITHMETIC = {
     "tune",
 }
 _NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward", "cute_objects"}
-_NOT_OPS |= {"cute_arithmetic", "tiles", "triton_backward", "triton_gates", "triton_prepare"}
+_NOT_OPS |= {"cute_arithmetic", "cute_prepare", "tiles", "triton_backward", "triton_gates", "triton_prepare"}
 _NOT_ROOMS = {"patch", "testing"}  # no op is computed in them
 
 

@@ -36,7 +36,7 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
-from . import cute_arithmetic, cute_backward, cute_objects, triton_prepare
+from . import cute_arithmetic, cute_backward, cute_objects, cute_prepare, triton_prepare
 from .cute_arithmetic import add, come_after, fma, mul
 from .op import flash_keys
 
@@ -59,8 +59,8 @@ def unavailable() -> str | None:
 def versions() -> str:
     """What a verdict on these kernels holds for."""
     parts = [f"{name} {importlib.metadata.version(name)}" for name in cute_objects.STACK]
-    files = __file__, cute_arithmetic.__file__, cute_backward.__file__, triton_prepare.__file__
-    sources = b"".join(Path(module).read_bytes() for module in files)
+    modules = cute_arithmetic, cute_backward, cute_objects, cute_prepare, triton_prepare
+    sources = b"".join(Path(file).read_bytes() for file in (__file__, *(module.__file__ for module in modules)))
     return ", ".join([*parts, "sha256 " + hashlib.sha256(sources).hexdigest()[:12]])
 
 

@@ -1,19 +1,20 @@
 """flash-attn-4's backward on packed sequences, in an order of our own, which is repeatable and costs nothing.
 
-A thread block takes 128 keys of one head of keys and goes through the blocks of queries that see them, from the last to
-the first, each for all the heads that share these keys. So dk and dv are sums in registers (order: blocks of queries
-descending, heads ascending), written once; nothing is added up in memory, zeroed before or converted behind. dq is
-added up in memory, a block of queries of a head at a time (order: blocks of keys ascending): whose turn it is is
-counted. Blocks of the first keys, which most queries see, begin first and are ahead of those that wait for them, since
-all take the queries at the same pace.
+A thread block takes 128 keys of one head of keys (64 where heads are wide) and goes through the blocks of queries that
+see them, from the last to the first, each for all the heads that share these keys. So dk and dv are sums in registers
+(order: blocks of queries descending, heads ascending), written once; nothing is added up in memory, zeroed before or
+converted behind. dq is added up in memory, a block of queries of a head at a time (order: blocks of keys ascending):
+whose turn it is is counted. Blocks of the first keys, which most queries see, begin first and are ahead of those that
+wait for them, since all take the queries at the same pace. To see that it is one's turn, and that what was added is in
+memory before the next one's, may take longer than the products of a block: several warps do it, of a block each.
 
 What its rows are given beside comes from flash-attn-4's own kernel before it, or from one of ours with that one's bytes
 (triton_prepare.py), whichever is faster.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -23,15 +24,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import Agent, CooperativeGroup, NamedBarrier, PipelineUserType, make_pipeline_state
 from flash_attn.cute import barrier, pipeline, utils
 from flash_attn.cute.block_info import BlockInfo
-from flash_attn.cute.cu_blocks_kernel import CuSeqlensToBlocksKernel
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned, to_cute_tensor
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-from flash_attn.cute.interface import (
-    BIN_BATCH_SEARCH_THRESH,
-    _compile_bwd_postprocess,
-    _compile_bwd_preprocess,
-    _tile_size_bwd_sm90,
-)
+from flash_attn.cute.interface import _compile_bwd_postprocess
 from flash_attn.cute.mask import AttentionMask
 from flash_attn.cute.named_barrier import NamedBarrierBwd
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
@@ -40,21 +35,13 @@ from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 from torch import Tensor
 
-from .._core import digest
-from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
-from .._core.proof.attention import offsets
-from .._core.proof.inputs import SMALL, special_rows, tricky
-from . import cute_objects, triton_prepare
+from . import cute_objects
 from .cute_arithmetic import moved
+from .cute_objects import DTYPES
+from .cute_prepare import blocks_until, is_wide, layout_of, prepare, prepared_by, rooms_of, stack
 
 _LOG2_E = 1.4426950408889634
-WIDE = 256
-_OF_WIDE = {"n_block_size": 64, "dKV_swapAB": False}
-_PARTS = 2
 _HANDED = int(max(NamedBarrierBwd)) + 1  # the first barrier that flash-attn-4 leaves free
-THEIRS = "flash-attn-4"
-OURS = {"triton": False, "triton, fused": True}  # the compiler of theirs may fuse a product with its sum, or not
-_DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 
 
 @dataclass(frozen=True)
@@ -70,16 +57,14 @@ class _Rounds(BlockInfo):
 
 
 class Backward(FlashAttentionBackwardSm90):
-    """group: heads that share keys; parts: in which dq goes through shared memory."""
+    """group: heads that share keys."""
 
-    dv_first = False
-    adders = 3  # warps that add up dq: beside that which loads, as many as a warp group has left
+    adders = 3  # warps that add up dq: with that which loads, all of a warp group
+    parts = 1  # in which a block's dq goes through shared memory
 
-    def __init__(self, *args, group: int, parts: int = 1, **kwargs):
+    def __init__(self, *args, group: int, **kwargs):
         super().__init__(*args, qhead_per_kvhead=1, deterministic=True, **kwargs)
-        self.group, self.parts = group, parts
-        if parts > 1 and (self.mma_dkv_is_rs or self.shuffle_LSE or self.shuffle_dPsum or self.num_wg_dQ == 1):
-            raise AssertionError("a case that the loop below does not know")
+        self.group = group
 
     def _setup_attributes(self):
         super()._setup_attributes()
@@ -187,8 +172,7 @@ class Backward(FlashAttentionBackwardSm90):
         sLSE = storage.sLSE.get_tensor(cute.make_layout((self.tile_m, self.Q_stage), stride=(1, apart)))
         sdPsum = storage.sdPsum.get_tensor(cute.make_layout((self.tile_m, self.dO_stage), stride=(1, apart)))
         sdQ = storage.sdQaccum.get_tensor(of_dq)
-        tiles = self.tile_m, self.tile_n
-        info = tiles[0], tiles[1], self.is_causal, False, False, None, None, 1
+        info = self.tile_m, self.tile_n, self.is_causal, False, False, None, None, 1
         seqlen = partial(
             SeqlenInfoQK.create, seqlen_q_static=mQ.shape[0], seqlen_k_static=mK.shape[0], mCuSeqlensQ=at,
             mCuSeqlensK=at_k, tile_m=self.tile_m, tile_n=self.tile_n,
@@ -207,88 +191,23 @@ class Backward(FlashAttentionBackwardSm90):
             mma = partial(
                 self.mma, *products, mdK, mdV, None, None, mdQ, sQ, sK, sV, sdO, sP, sdS, sLSE, sdPsum, sdQ, pipe_q,
                 pipe_do, cute.arch.thread_idx()[0] - 128, copy_dk, copy_dv, put_dq, scale_2, scale,
-                _Rounds(*info, kernel=self), seqlen, partial(AttentionMask, *tiles, swap_AB=self.SdP_swapAB), schedule,
-                AuxData(), None,
+                _Rounds(*info, kernel=self), seqlen, partial(AttentionMask, *info[:2], swap_AB=self.SdP_swapAB),
+                schedule, AuxData(), None,
             )  # fmt: skip
             if const_expr(self.num_wg_dQ == self.num_wg_mma):
                 cute.arch.setmaxregister_increase(self.num_mma_regs_wg0)
                 mma(is_dQ_wg=True)
-            elif warp < 8:
-                cute.arch.setmaxregister_increase(self.num_mma_regs_wg0)
-                mma(is_dQ_wg=True)
-            else:
-                cute.arch.setmaxregister_increase(self.num_mma_regs_wg1)
-                mma(is_dQ_wg=False)
+            else:  # one of two
+                if warp < 8:
+                    cute.arch.setmaxregister_increase(self.num_mma_regs_wg0)
+                    mma(is_dQ_wg=True)
+                else:
+                    cute.arch.setmaxregister_increase(self.num_mma_regs_wg1)
+                    mma(is_dQ_wg=False)
 
-    @cute.jit
-    def mma_one_m_block(
-        self, m_block, q_state, do_state, warp_group_idx, mma_qk_fn, mma_dov_fn, mma_pdo_fn, mma_dsq_fn, mma_dsk_fn,
-        copy_P_r2s, copy_dS_r2s, pipeline_Q, pipeline_dO, tLSEsLSE, tLSEsdPsum, tdQsdQaccum, softmax_scale_log2,
-        PdS_barrier, is_dQ_wg=True, mask_fn=None, score_mod_fn=None, score_mod_bwd_fn=None, dKV_accumulate=True,
-    ):  # fmt: skip
+    def mma_one_m_block(self, m_block, *args, **kwargs):
         m_block, _ = self.place(m_block, self.end)
-        if const_expr(self.parts == 1):
-            return FlashAttentionBackwardSm90.mma_one_m_block(
-                self, m_block, q_state, do_state, warp_group_idx, mma_qk_fn, mma_dov_fn, mma_pdo_fn, mma_dsq_fn,
-                mma_dsk_fn, copy_P_r2s, copy_dS_r2s, pipeline_Q, pipeline_dO, tLSEsLSE, tLSEsdPsum, tdQsdQaccum,
-                softmax_scale_log2, PdS_barrier, is_dQ_wg, mask_fn, score_mod_fn, score_mod_bwd_fn, dKV_accumulate,
-            )  # fmt: skip
-        do_now = q_state if const_expr(self.Q_stage == self.dO_stage) else do_state
-        at_q = q_state.index
-        at_do = do_now.index if const_expr(self.dO_stage > 1) else 0
-        at_ds = at_q if const_expr(self.PdS_stage > 1) else 0
-        pipeline_Q.consumer_wait(q_state, pipeline_Q.consumer_try_wait(q_state))
-        scores = mma_qk_fn(A_idx=at_q, wg_wait=-1)
-        lse = copy_utils.load_s2r(tLSEsLSE[None, at_q])
-        pipeline_dO.consumer_wait(do_now, pipeline_dO.consumer_try_wait(do_now))
-        dp = mma_dov_fn(A_idx=at_do, wg_wait=1)
-        mask_fn(scores, m_block=m_block)
-        p = layout_utils.reshape_acc_to_mn(scores, transpose=self.SdP_swapAB)
-        rows, columns = const_expr(cute.size(p, mode=[0])), const_expr(cute.size(p, mode=[1]))
-        for r in cutlass.range_constexpr(rows):
-            for c in cutlass.range(columns, unroll_full=True):
-                p[r, c] = cute.math.exp2(p[r, c] * softmax_scale_log2 - lse[r], fastmath=True)
-        dpsum = copy_utils.load_s2r(tLSEsdPsum[None, at_do])
-        rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(scores), self.dtype)
-        if const_expr(self.PdS_stage == 1):  # both warp groups are through with what lies there
-            PdS_barrier.arrive_and_wait()
-        copy_P_r2s(rounded, dst_idx=at_ds)
-        if const_expr(self.dv_first):
-            cute.arch.fence_view_async_shared()
-            PdS_barrier.arrive_and_wait()
-            mma_pdo_fn(A_idx=at_ds, B_idx=at_do, zero_init=not dKV_accumulate, wg_wait=1)
-        else:
-            warpgroup.wait_group(0)
-        ds = layout_utils.reshape_acc_to_mn(dp, transpose=self.SdP_swapAB)
-        for r in cutlass.range_constexpr(rows):
-            for c in cutlass.range(columns, unroll_full=True):
-                ds[r, c] = p[r, c] * (ds[r, c] - dpsum[r])
-        rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dp), self.dtype)
-        if const_expr(not self.dv_first):
-            cute.arch.fence_view_async_shared()
-            PdS_barrier.arrive_and_wait()
-        copy_dS_r2s(rounded, dst_idx=at_ds)
-        if const_expr(not self.dv_first):
-            mma_pdo_fn(A_idx=at_ds, B_idx=at_do, zero_init=not dKV_accumulate, wg_wait=-1)
-        cute.arch.fence_view_async_shared()
-        PdS_barrier.arrive_and_wait()
-        dq = mma_dsk_fn(A_idx=at_ds, wg_wait=1)
-        pipeline_dO.consumer_release(do_now)
-        mma_dsq_fn(A_idx=at_ds, B_idx=at_q, zero_init=not dKV_accumulate, wg_wait=1)
-        threads = const_expr(self.num_threads_per_warp_group + cute.arch.WARP_SIZE)
-        for part in cutlass.range_constexpr(self.parts):
-            empty = int(NamedBarrierBwd.dQEmptyWG0) + warp_group_idx
-            cute.arch.barrier(barrier_id=empty, number_of_threads=threads)
-            of_part = cute.make_layout(tdQsdQaccum.shape)
-            cute.autovec_copy(cute.make_tensor(dq.iterator + part * cute.size(of_part), of_part), tdQsdQaccum)
-            cute.arch.fence_view_async_shared()
-            full = int(NamedBarrierBwd.dQFullWG0) + warp_group_idx
-            cute.arch.barrier_arrive(barrier_id=full, number_of_threads=threads)
-        warpgroup.wait_group(0)
-        pipeline_Q.consumer_release(q_state)
-        q_state.advance()
-        do_state.advance()
-        return q_state, do_state
+        return FlashAttentionBackwardSm90.mma_one_m_block(self, m_block, *args, **kwargs)
 
     def place(self, i, end):
         """The block of queries of a round, and which of the heads."""
@@ -426,8 +345,17 @@ class Backward(FlashAttentionBackwardSm90):
 
 
 class Wide(Backward):
-    """Of heads of 256, whose products wait for shared memory: a round's products follow each other and the round
-    before without a break."""
+    """Of heads of 256, whose products are as fast as shared memory. Blocks of 64 keys, for which dq goes through it in
+    halves, move a quarter less than flash-attn-4's of 48; and what a warp group does beside products never holds up the
+    next one: dv's product is begun before the gradients of scores are made, and the scores of a round before the second
+    half of dq of the round before is handed over."""
+
+    parts = 2
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.SdP_swapAB or self.dKV_swapAB or self.mma_dkv_is_rs or (self.PdS_stage, self.num_wg_dQ) != (1, 2):
+            raise AssertionError("a case that the loop below does not know")
 
     @cute.jit
     def mma(
@@ -537,9 +465,9 @@ class Wide(Backward):
 
 def _compile(config, tensors: tuple, offsets: tuple, turns: Tensor, until: Tensor | None, causal: bool):
     q, k, v = tensors[:3]
-    kernel = Backward(
-        _DTYPES[q.dtype], q.shape[2], v.shape[2], group=q.shape[1] // k.shape[1],
-        parts=_PARTS if _is_wide(q.shape[2], v.shape[2]) else 1, is_causal=causal,
+    make = Wide if is_wide(q.shape[2], v.shape[2]) else Backward
+    kernel = make(
+        DTYPES[q.dtype], q.shape[2], v.shape[2], group=q.shape[1] // k.shape[1], is_causal=causal,
         tile_m=config.m_block_size, tile_n=config.n_block_size, Q_stage=config.num_stages_Q,
         dO_stage=config.num_stages_dO, PdS_stage=config.num_stages_PdS, SdP_swapAB=config.SdP_swapAB,
         dKV_swapAB=config.dKV_swapAB, dQ_swapAB=config.dQ_swapAB, AtomLayoutMSdP=config.AtomLayoutMSdP,
@@ -553,45 +481,6 @@ def _compile(config, tensors: tuple, offsets: tuple, turns: Tensor, until: Tenso
     )
 
 
-def _blocks_until(cu_seqlens: Tensor, rows: int) -> Tensor | None:
-    """How many blocks of rows the sequences up to each have, where they are so many that a search pays."""
-    if len(cu_seqlens) - 1 <= BIN_BATCH_SEARCH_THRESH:
-        return None
-    until = torch.empty_like(cu_seqlens)
-
-    def make():
-        tensors = [to_cute_tensor(t, assumed_align=4, leading_dim=0) for t in (until, cu_seqlens)]
-        return cute.compile(
-            CuSeqlensToBlocksKernel(tile=rows, seqlen_q_multiplier=1), tensors[0], None, tensors[1], None, None, None,
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
-        )  # fmt: skip
-
-    cute_objects.kernel("blocks", until.device, (rows,), make, _versions)(until, None, cu_seqlens, None, None, None)
-    return until
-
-
-@cache
-def _versions() -> str:
-    """Of flash-attn-4's own kernels, as they are compiled here: it would do that in every process anew."""
-    return digest.of_files(__file__, **{name: digest.version(name) for name in cute_objects.STACK})
-
-
-def _prepare(
-    name: str, out: Tensor, dout: Tensor, lse: Tensor, cu_seqlens: Tensor, until: Tensor | None, lse_2: Tensor,
-    dpsum: Tensor, sums: Tensor, rows: int, d: int, multiple: int,
-) -> None:  # fmt: skip
-    """Of each block of rows: out * dout summed over a row, lse in binary logarithms, and zeros where dq is summed."""
-    if name != THEIRS:
-        triton_prepare.prepare(out, dout, lse, cu_seqlens, lse_2, dpsum, sums, rows, OURS[name])
-        return
-    # sequences by their offsets; with dq's sums and binary logarithms; offsets padded; no heads packed
-    how = d, out.shape[2], rows, True, False, False, True, False, True, True, False, False, 1, 1
-    key = out.dtype, *how, until is not None, multiple, False
-    make = partial(_compile_bwd_preprocess, _DTYPES[out.dtype], *key[1:])
-    kernel = cute_objects.kernel("backward, before", out.device, key, make, _versions)
-    kernel(out, dout, dpsum, lse, lse_2, sums, cu_seqlens, None, None, None, None, 1.0, until, None)
-
-
 def _convert(
     sums: Tensor, dq: Tensor, scale: float, cu_seqlens: Tensor, until: Tensor | None, rows: int, multiple: int, config
 ) -> None:  # fmt: skip
@@ -599,92 +488,9 @@ def _convert(
     threads = 128 if config.dQ_single_wg else config.num_wg * 128
     how = dq.shape[2], rows, threads, config.AtomLayoutMdQ, config.dQ_swapAB, True, False, False, 1, 90
     key = dq.dtype, *how, until is not None, None, multiple, None
-    make = partial(_compile_bwd_postprocess, _DTYPES[dq.dtype], *key[1:])
-    kernel = cute_objects.kernel("backward, after", dq.device, key, make, _versions)
+    make = partial(_compile_bwd_postprocess, DTYPES[dq.dtype], *key[1:])
+    kernel = cute_objects.kernel("backward, after", dq.device, key, make, stack)
     kernel(sums, dq, scale, cu_seqlens, None, None, until)
-
-
-def _rooms(rows: int, d: int, multiple: int, tokens: int, heads: int, sequences: int, device: torch.device):
-    """Where `_prepare` writes: lse_2, dpsum and sums, and how many blocks of rows they have."""
-    blocks = -(-(tokens + (sequences + 1) * rows) // rows)
-    lse_2, dpsum = torch.empty(2, heads, blocks * rows, dtype=torch.float32, device=device)
-    sums = torch.empty(heads, blocks * rows * (-(-d // multiple) * multiple), dtype=torch.float32, device=device)
-    return (lse_2, dpsum, sums), blocks
-
-
-def _is_wide(d: int, dv: int) -> bool:
-    return d == dv == WIDE
-
-
-def _layout(d: int, dv: int, causal: bool):
-    """flash-attn-4's tiles, rows of a block, and what a width of dq's sums is a multiple of."""
-    config = _tile_size_bwd_sm90(d, dv, causal, False)
-    if _is_wide(d, dv):
-        config = replace(config, **_OF_WIDE)
-    return config, config.m_block_size, 64 if config.dKV_swapAB else 32
-
-
-def prepared_by(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal: bool) -> Decision:
-    rows = _layout(d, dv, causal)[1]
-    if dv not in triton_prepare.WIDTHS or rows & (rows - 1):
-        return canonical_by_rule(THEIRS, "ours takes values of other widths, and blocks of a power of two rows")
-    return _preparing(device, dtype, d, dv, causal)
-
-
-@decided
-def _preparing(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal: bool) -> Proposal:
-    _, rows, multiple = _layout(d, dv, causal)
-
-    def run(name: str) -> Callable:
-        def call(out, dout, lse, cu):
-            where, _ = _rooms(rows, d, multiple, *out.shape[:2], len(cu) - 1, device)
-            for t in where:
-                t.fill_(3.0)  # what is not written is compared too
-            _prepare(name, out, dout, lse, cu, _blocks_until(cu, rows), *where, rows, d, multiple)
-            return where
-
-        return call
-
-    def race(candidates: Sequence[Candidate], case: tuple) -> list[float | Exception]:
-        cu = case[-1]
-        where, _ = _rooms(rows, d, multiple, *case[0].shape[:2], len(cu) - 1, device)
-        given = *case, _blocks_until(cu, rows), *where, rows, d, multiple
-        return race_on_gpu([[partial(_prepare, one.name, *given)] * 4 for one in candidates])
-
-    theirs = Candidate(THEIRS, run(THEIRS), _versions())
-    source = digest.of_files(__file__, triton_prepare.__file__, triton=digest.version("triton"))
-    return Proposal(
-        f"attention_bwd_prepare {str(dtype).removeprefix('torch.')} D={d},{dv} {rows} rows",
-        [*(Candidate(name, run(name), source) for name in OURS), theirs],
-        theirs,
-        lambda: _preparing_cases(device, dtype, dv),
-        race,
-        ahead=False,
-    )
-
-
-def _preparing_cases(device: torch.device, dtype: torch.dtype, dv: int) -> list[tuple]:
-    """Rows whose products cancel; sequences of one token, of none, and so many that they are searched; special rows of
-    either factor; logarithms of all kinds. The last one is as a batch is."""
-
-    def case(lengths: list[int], special: Sequence[str] = (), heads: int = 3) -> tuple:
-        shape, seed = (sum(lengths), heads, dv), len(lengths)
-        out, dout = (tricky(*shape, seed=seed + i, dtype=torch.float32, device=device) for i in range(2))
-        order = torch.randperm(dv, generator=torch.Generator().manual_seed(seed)).to(device)
-        out[..., dv // 2 :], dout[..., dv // 2 :] = out[..., : dv // 2], -dout[..., : dv // 2]
-        out, dout = (x[..., order].to(dtype).contiguous() for x in (out, dout))
-        lse = tricky(heads, sum(lengths), seed=seed + 2, device=device)
-        if special:
-            out, dout = special_rows(out, kinds=special), special_rows(dout, first=1, seed=1, kinds=special)
-            for start, value in enumerate((float("-inf"), float("inf"), float("nan"))):
-                lse[:, start::7] = value
-        return out, dout, lse, offsets(lengths, device)
-
-    every = "one nan", "one inf", "inf and -inf", "largest", "one largest", *SMALL
-    few = [case([700, 1, 0, 130, 64, 63]), case([1]), case([33, 200, 5], SMALL), case([90, 129], every)]
-    out = torch.randn(8192, 16, dv, dtype=torch.float32, device=device).to(dtype)
-    timed = out, out.flip(0), out[..., 0].t().float().contiguous(), offsets([1024] * 8, device)
-    return [*few, case([i % 5 for i in range(300)], heads=1), timed]
 
 
 def backward(
@@ -696,13 +502,13 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    config, rows, multiple = _layout(d, dv_width, causal)
-    where, blocks = _rooms(rows, d, multiple, tokens, heads, len(cu_seqlens) - 1, device)
+    config, rows, multiple = layout_of(d, dv_width, causal)
+    where, blocks = rooms_of(rows, d, multiple, tokens, heads, len(cu_seqlens) - 1, device)
     lse_2, dpsum, sums = where
     turns = torch.zeros(heads, blocks, 1, dtype=torch.int32, device=device)
-    until, until_k = _blocks_until(cu_seqlens, rows), _blocks_until(cu_seqlens_k, config.n_block_size)
+    until, until_k = blocks_until(cu_seqlens, rows), blocks_until(cu_seqlens_k, config.n_block_size)
     name = prepared_by(device, q.dtype, d, dv_width, causal).chosen.name
-    _prepare(name, out, dout, lse, cu_seqlens, until, *where, rows, d, multiple)
+    prepare(name, out, dout, lse, cu_seqlens, until, *where, rows, d, multiple)
     tensors, ends = (q, k, v, dout, lse_2, dpsum, sums, dk, dv), (cu_seqlens, cu_seqlens_k)
     key = q.dtype, heads // k.shape[1], d, dv_width, causal, until_k is None
     make = partial(_compile, config, tensors, ends, turns, until_k, causal)

@@ -13,12 +13,14 @@ import tempfile
 from collections.abc import Callable, Hashable
 from pathlib import Path
 
+import cutlass
 import cutlass.cute as cute
 import torch
 
 from .._core import admit
 
 STACK = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"  # what a kernel is made with
+DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 _FUNCTION = "vexact"  # its name in an object file
 _kernels: dict[tuple, Callable] = {}
 _modules: list = []  # what a function was loaded from is not unloaded under it
