@@ -16,6 +16,7 @@ what a step of the recipe needs, and times what is not there yet.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -75,6 +76,7 @@ print(json.dumps({
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("start")
     group.add_argument("--recipe", action="store_true", help="the first step of `vexact recipe grpo` (an engine)")
+    group.add_argument("--caches", metavar="DIR", help="of --recipe: keep them there, and start warm where they are")
     group.add_argument("--record", action="store_true", help="keep what was chosen, as data of the library (measure)")
 
 
@@ -84,8 +86,8 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
     by itself: many compile at a time."""
     for shape in args.shape.split(","):
         if args.recipe:
-            with _caches() as caches, tempfile.TemporaryDirectory() as noted:
-                for what in ("as shipped", "warm"):
+            with _caches(args.caches) as caches, tempfile.TemporaryDirectory() as noted:
+                for what in ("as shipped", "warm")[any(_kept(caches).values()) :]:
                     found = _first_step(args, shape, caches | {"VEXACT_RECORD": noted})
                     yield _record(args, f"recipe grpo, {shape}", what, found)
                 if args.record:
@@ -104,12 +106,11 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
             yield _record(args, shape, "warm", _child(args, shape, caches))
 
 
-class _caches(tempfile.TemporaryDirectory):
-    """Variables by which a process finds caches that are empty."""
-
-    def __enter__(self) -> dict[str, str]:
-        folder = super().__enter__()
-        return {"VEXACT_CACHE": f"{folder}/vexact", "TRITON_CACHE_DIR": f"{folder}/triton"}
+@contextlib.contextmanager
+def _caches(kept: str | None = None) -> Iterator[dict[str, str]]:
+    """Variables by which a process finds caches that are empty; kept: those of this folder, which stays."""
+    with contextlib.nullcontext(kept) if kept else tempfile.TemporaryDirectory() as folder:
+        yield {"VEXACT_CACHE": f"{folder}/vexact", "TRITON_CACHE_DIR": f"{folder}/triton"}
 
 
 def _child(args: argparse.Namespace, shape: str, variables: dict, rows: int = 0, training: int = 0) -> dict:
@@ -158,7 +159,7 @@ def _first_step(args: argparse.Namespace, shape: str, variables: dict) -> dict:
 def _kept(variables: dict[str, str]) -> dict[str, int]:
     """What there is in caches: verdicts on kernels, and kernels, Triton's and flash-attn-4's."""
     ours, tritons = Path(variables["VEXACT_CACHE"]), Path(variables["TRITON_CACHE_DIR"])
-    compiled = [*tritons.rglob("*.cubin"), *ours.glob("kernels/*.o")]
+    compiled = [*tritons.rglob("*.cubin"), *ours.glob("kernels/*.so"), *ours.glob("kernels/*.o")]
     return {"decisions": len([*ours.glob("admissions/*/*.json")]), "compiled": len(compiled)}
 
 

@@ -333,7 +333,7 @@ def configuration(rng: random.Random, device: str) -> EngineConfig:
     """Any that can hold the longest request; often hardly more."""
     page = rng.choice([1, 3, 4, 16]) if device == "cpu" else rng.choice([4, 16, 64])
     pages = -(-(LONGEST_PROMPT + MOST_NEW + 1) // page) + rng.choice([0, 0, 4, 20, 100])
-    options = {"async_scheduling": rng.choice([None, True, False])}
+    options = {"async_scheduling": rng.choice([None, True, False]), "record_ahead": rng.random() < 0.5}
     if rng.random() < 0.6:
         options["speculation"] = Speculation(
             max_draft_tokens=rng.choice([1, 3, 8, 20]),

@@ -24,6 +24,11 @@ def test_the_first_step_of_the_recipe(tmp_path):
         names = "imports", "trainer", "task", "engine", "hand_over", "rollout", "score", "train", "digests"
         assert (*record["parts"],) == names and min(record["parts"].values()) >= 0
         assert 0 < sum(record["parts"].values()) < record["ours"]
+    args.caches = str(tmp_path / "kept")
+    (tmp_path / "kept/vexact/kernels").mkdir(parents=True)
+    (tmp_path / "kept/vexact/kernels/one.so").touch()
+    (warm,) = start.run(args)
+    assert warm["case"].endswith("warm") and (tmp_path / "kept/vexact/kernels/one.so").exists()
     args.shape = str(tmp_path / "nowhere")
     with pytest.raises(RuntimeError, match=r"(?s)start: recipe grpo: exit code [1-9].*nowhere"):
         next(start.run(args))

@@ -73,8 +73,6 @@ def test_the_same_sources_have_the_same_digest_wherever_they_lie(tmp_path):
         ("attention/cute.py", ["triton"], set()),
         ("attention/cute_backward.py", ["cuda"], {"attention"}),
         ("attention/cute_backward.py", ["triton"], set()),
-        ("attention/cute_prepare.py", ["cuda"], {"attention"}),
-        ("attention/cute_prepare.py", ["triton"], set()),
         ("attention/metadata.py", ["cpu"], {"attention"}),
         ("kv_cache/cpu.py", ["cpu"], {"kv_cache", "rope"}),
         ("attention/triton_prepare.py", ["cuda"], {"attention"}),

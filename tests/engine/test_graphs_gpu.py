@@ -92,6 +92,29 @@ def test_graphs_have_the_bits_of_call_by_call(family, options, monkeypatch):
         assert outcomes(engine) == expected  # preempted, in other sizes
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_graphs_that_steps_want_are_recorded_between_them(family, monkeypatch, tmp_path):
+    monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
+    for name in ("_PADDING", "_PADDING_OF_CHUNKS"):
+        monkeypatch.setattr(f"vexact_engine.runner.record.{name}", -1.0)
+    recorded, record = [], graphs.CudaRecorder.record
+    monkeypatch.setattr(graphs.CudaRecorder, "record", lambda *a, **how: recorded.append(a) or record(*a, **how))
+    with launch(family=family) as engine:  # its sizes are remembered
+        expected = outcomes(engine)
+    later = replace(CONFIG, record_ahead=False)
+    for _ in range(2):
+        with launch(later, family) as engine:
+            begun, ladders = len(recorded), sizes(engine)
+            assert outcomes(engine) == expected and 3 < len(recorded) - begun < sum(map(len, ladders))
+            engine.sleep(1)
+            engine.wake_up()
+            begun = len(recorded)
+            assert outcomes(engine) == expected and engine._worker._runner.graphs._later
+            assert sizes(engine) == ladders
+            if engine.sleep_backend != "memory_saver":
+                assert len(recorded) > begun
+
+
 def test_graphs_are_given_back_and_made_again():
     with launch() as engine:
         expected, runner = outcomes(engine), engine._worker._runner

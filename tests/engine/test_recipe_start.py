@@ -79,9 +79,12 @@ def test_what_a_first_step_waited_for_is_told_once(model):
     assert (side, step) == ("aligned", 1) and (*seconds,) == names and min(seconds.values()) >= 0
 
 
-def test_preparing_changes_no_bit(model, monkeypatch):
+@pytest.mark.parametrize("micro_batch", [3, None])
+@pytest.mark.parametrize("check_every", [1, 0])
+def test_preparing_changes_no_bit(model, monkeypatch, check_every, micro_batch):
     """As where there is a GPU: ahead of the first step one is computed with answers that nobody has given."""
-    expected, honest, left = ended(model)[:2], grpo._Side._prepare, []
+    changes = {"check_every": check_every, "micro_batch": micro_batch}
+    expected, honest, left = ended(model, **changes)[:2], grpo._Side._prepare, []
 
     def prepare(self, task):
         before = kept(self._trainer)
@@ -104,10 +107,14 @@ def test_preparing_changes_no_bit(model, monkeypatch):
         "_forward",
         lambda self, batch, entropy: calls.append((len(batch), entropy)) or forward(self, batch, entropy),
     )
-    assert ended(model)[:2] == expected
+    assert ended(model, **changes)[:2] == expected
     assert len(left) == 3 and all(map(all, left))
-    # 8 answers by one in scoring, by three in training: of each the first and the last
-    assert calls[:4] == [(1, False), (1, False), (3, True), (2, True)]
+    # 8 answers by one in scoring, by three in training: of each the first and the last; else as many as tokens allow
+    scored, trained = [(1, False)] * 2, [(3, True), (2, True)]
+    if micro_batch is None:
+        scored, trained = [(8, False)], [(8, True)]
+    expected = [*(scored if check_every else []), *trained]
+    assert calls[: len(expected)] == expected
 
 
 def test_a_gradient_that_is_left_would_change_bits(model, monkeypatch):

@@ -1,4 +1,4 @@
-"""Kernels of the CuTe stack that are kept as object files: loaded ones have the bits of those just compiled, and a file
+"""Kernels of the CuTe stack that are kept on disk: loaded ones have the bits of those just compiled, and a file
 that is not whole is made again."""
 
 import pytest
@@ -34,7 +34,7 @@ def objects(tmp_path, monkeypatch):
     monkeypatch.setenv("VEXACT_CACHE", str(tmp_path))
     monkeypatch.setattr(cute_objects, "_kernels", {})
     monkeypatch.setattr(cute_objects, "_modules", held := [])
-    yield lambda: sorted((tmp_path / "kernels").glob("*.o"))
+    yield lambda: sorted((tmp_path / "kernels").glob("*.[so]*"))
     _HELD.extend(held)  # a function lives no longer than what it was loaded from
 
 

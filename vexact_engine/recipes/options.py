@@ -192,6 +192,7 @@ class Options:
             max_num_seqs=rows,
             max_num_batched_tokens=self.max_num_batched_tokens or max(2048, rows),
             enable_prefix_cache=self.enable_prefix_cache,
+            record_ahead=False,  # nobody waits for a single answer
             speculation=Speculation(max_draft_tokens=drafted) if drafted else None,
         )
 

@@ -200,7 +200,7 @@ def import_ahead(device: str) -> None:
         import_transformers()
         if gpu:
             with contextlib.suppress(Exception):
-                importlib.import_module("vexact_ops.attention.cute")
+                importlib.import_module("vexact_ops.attention.cute").import_ahead()
 
 
 def engine(options: dict[str, Any], device: str, log: int = logging.WARNING) -> Engine:

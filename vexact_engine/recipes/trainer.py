@@ -170,7 +170,10 @@ class Trainer:
         return [v.cpu() for v in found]
 
     def _batches(self, samples: Sequence[Sample], parts: int = 1) -> list[Sequence[Sample]]:
-        """What one forward each computes, with training's batches in two parts, say: on every rank as many."""
+        """What one forward each computes, with training's batches in two parts, say: on every rank as many. Of nothing
+        none: no answer of a step may be scored twice."""
+        if not samples:
+            return []
         size = self.options.micro_batch
         if size is None and self.aligned and self._tree is None:
             lengths = [len(s.prompt_ids) + len(s.token_ids) for s in samples]

@@ -59,7 +59,7 @@ def importing(device: torch.device) -> Iterator[None]:
 
     def read() -> None:
         with contextlib.suppress(Exception):
-            importlib.import_module("vexact_ops.attention.cute")
+            importlib.import_module("vexact_ops.attention.cute").import_ahead()
 
     with _beside(read, "import"):
         yield

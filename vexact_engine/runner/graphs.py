@@ -40,8 +40,8 @@ class Recorder(Protocol):
     def seconds(self, run: Run, replays: int = _REPLAYS) -> float:
         """The least of so many."""
 
-    def session(self) -> contextlib.AbstractContextManager:
-        """Recording and timing is done in one."""
+    def session(self, collect: bool = True) -> contextlib.AbstractContextManager:
+        """Recording and timing is done in one. collect: what is garbage goes before."""
 
     def release(self) -> None:
         """The memory of all that was recorded, once nobody holds any of it."""
@@ -66,10 +66,11 @@ class CudaRecorder:
             self._region.start(self._pool)
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self, collect: bool = True) -> Iterator[None]:
         was_on = gc.isenabled()
-        gc.collect()  # what is collected during a capture may be of CUDA, and break it
-        gc.disable()
+        if collect:
+            gc.collect()
+        gc.disable()  # what is collected during a capture may be of CUDA, and break it
         try:
             torch.cuda.current_stream(self.device).synchronize()
             yield
@@ -103,7 +104,7 @@ class HostRecorder:
 
     lasting = False
 
-    def session(self) -> contextlib.AbstractContextManager:
+    def session(self, collect: bool = True) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
     def record(self, run: Run, if_settled: bool = False) -> Run | None:
@@ -132,21 +133,46 @@ class Recorded(NamedTuple):
 
 
 class Ladder:
-    """Recordings by their number of rows."""
+    """Recordings by their number of rows, some of which may be made only once they are wanted."""
 
     def __init__(self):
         self.sizes: list[int] = []
         self._recorded: dict[int, Recorded] = {}
+        self._later: dict[int, tuple[Body | None, Callable[[], Recorded | None]]] = {}
 
     def put(self, size: int, recorded: Recorded) -> None:
-        if size not in self._recorded:
-            bisect.insort(self.sizes, size)
         self._recorded[size] = recorded
+        self._named(size)
 
-    def fit(self, rows: int) -> Recorded | None:
+    def put_later(self, size: int, body: Body | None, record: Callable[[], Recorded | None]) -> None:
+        """record: called when this size is first wanted. None: it could not be, and there is none of this size."""
+        self._later[size] = body, record
+        self._named(size)
+
+    def _named(self, size: int) -> None:
+        if size not in self.sizes:
+            bisect.insort(self.sizes, size)
+
+    def size(self, rows: int) -> int | None:
         """The smallest that holds so many rows."""
         at = bisect.bisect_left(self.sizes, rows)
-        return self._recorded[self.sizes[at]] if at < len(self.sizes) else None
+        return self.sizes[at] if at < len(self.sizes) else None
+
+    def fit(self, rows: int) -> Recorded | None:
+        """Of that size."""
+        size = self.size(rows)
+        if size in self._later:
+            _, record = self._later.pop(size)
+            recorded = record()
+            if recorded is None:
+                self.sizes.remove(size)
+                return None
+            self._recorded[size] = recorded
+        return None if size is None else self._recorded[size]
+
+    def body(self, size: int) -> Body | None:
+        """Of one of the sizes."""
+        return self._later[size][0] if size in self._later else self._recorded[size].body
 
     def keep(self, sizes: set[int]) -> None:
         self.sizes = [size for size in self.sizes if size in sizes]

@@ -2,7 +2,8 @@
 
 Of single tokens one graph has the forward and the draw. Chunks have graphs of the forward alone, and the draw behind it
 has its own. Which sizes there are is chosen by time (graphs.py) and remembered (sizes.py). `rehearse` runs the largest
-step beforehand, to know what memory is left for the cache.
+step beforehand, to know what memory is left for the cache. Of sizes that are remembered a graph may be recorded only
+when a step wants it (EngineConfig.record_ahead): kernels are compiled, verified and chosen at the start all the same.
 """
 
 import contextlib
@@ -54,6 +55,9 @@ class Graphs:
         self._chosen: dict[str, list[int]] = {}  # sizes, once they are known
         self._kept: list[sizes.Kept] = []
         self._met: set[str] = set()  # kinds whose kernels have been compiled, verified and chosen
+        # What a draft is verified from lies where padding is drawn; other processes would have to record with this one.
+        self._ahead = config.record_ahead or config.speculation is not None or config.processes > 1
+        self._later = False  # whether graphs are recorded when steps want them
         self.verified: dict[int, float] = {}
         self._random = np.random.default_rng(0)
 
@@ -78,8 +82,8 @@ class Graphs:
     def body(self, work: Work) -> Body:
         """Without padding, but for rows behind the last attention: as many as steps of decodes have, whose products'
         kernels have been chosen. Others' would be under the request that first meets them."""
-        decodes = self.decode.fit(work.draws) if 0 < work.draws < work.tokens else None
-        draws = min(decodes.body.tokens, work.tokens) if decodes else work.draws
+        decodes = self.decode.size(work.draws) if 0 < work.draws < work.tokens else None
+        draws = min(decodes, work.tokens) if decodes else work.draws
         width, all_drawn = self._runner.buffers.width(work.context), self._all_drawn(work)
         return Body(work.tokens, work.sequences, draws, work.longest, 1, width, all_drawn)
 
@@ -126,7 +130,8 @@ class Graphs:
         self.captured = not self.eager
         if not self.eager:
             found = {name: f"{len(own)} up to {max(own, default=0)} rows" for name, own in self._chosen.items()}
-            log.info("CUDA graphs: %s, in %.1f s", found, time.perf_counter() - begin)
+            when = ", each once a step wants it" if self._later else ""
+            log.info("CUDA graphs: %s%s, in %.1f s", found, when, time.perf_counter() - begin)
 
     def _record(self, progress: Progress) -> None:
         plain, cut = (functools.partial(Head, plain=kind) for kind in (True, False))
@@ -135,6 +140,7 @@ class Graphs:
             self._kept = self._known_sizes()
             for one in self._kept:
                 self._chosen |= one.recall()
+        self._later = not self._ahead and self._chosen.keys() >= self._most_rows().keys()
         try:
             with self._recorder.session():
                 self.mixed = make("chunks", self._mixed_body, None)
@@ -163,6 +169,31 @@ class Graphs:
             self.eager = f"the forward cannot be recorded: {type(error).__name__}: {error}"
             log.warning("CUDA graphs: none: %s", self.eager, exc_info=True)
             self._recorder = None
+
+    def _wanted(self, body: Body | None, head: Head | None) -> graphs.Recorded | None:
+        """Recorded between two steps. None: no memory is left, or it cannot be done. Then no other is tried, and steps
+        without a graph are computed call by call until `capture`."""
+        if not self._later:
+            return None
+        begin, rows = time.perf_counter(), body.tokens if body else head.draws
+        try:
+            with self._recorder.session(collect=False), vx.must_admit():
+                made = self._record_met(body, head, (body, head))
+        except Exception as error:
+            self._later = False
+            what = f"{type(error).__name__}: {error}"
+            log.warning("CUDA graphs: no more than there are: of %d rows: %s", rows, what, exc_info=True)
+            return None
+        log.info("CUDA graphs: one of %d rows was wanted, recorded in %.2f s", rows, time.perf_counter() - begin)
+        return made
+
+    def _put_later(
+        self, ladder: graphs.Ladder, size: int, body: Body | None, head: Head | None, known_body: bool, known_head: bool
+    ) -> None:
+        """As the others, but that it is recorded later."""
+        self._meet(body, head, known_body, known_head)
+        own = weakref.proxy(self)  # no circle
+        ladder.put_later(size, body, lambda: own._wanted(body, head))
 
     def _known_sizes(self) -> list[sizes.Kept]:
         """What is known of sizes. Steps without drafts have those of an engine that knows none: what one of them has
@@ -211,9 +242,12 @@ class Graphs:
         """
         ladder = graphs.Ladder()
 
-        def record(size: int, known_body: bool, known_head: bool) -> None:
+        def record(size: int, known_body: bool, known_head: bool, later: bool = False) -> None:
             body, head = (of and of(size) for of in (body_of, head_of))
-            ladder.put(size, self._recorded(body, head, known_body, known_head))
+            if later:
+                self._put_later(ladder, size, body, head, known_body, known_head)
+            else:
+                ladder.put(size, self._recorded(body, head, known_body, known_head))
 
         def tune(size: int) -> list[graphs.Run] | None:
             body = body_of and head_of and body_of(size)
@@ -232,7 +266,8 @@ class Graphs:
             for done, size in enumerate(reversed(known)):
                 progress(f"graphs of {name}", done, len(known), f"{size} rows")
                 held = None if met or like else tune(size)
-                record(size, met or like is not None, met)
+                # what was timed holds the graphs' memory: one of them at least does from here on
+                record(size, met or like is not None, met, self._later and not held)
                 del held
         else:
             progress(f"graphs of {name}", 0, 1)
@@ -246,22 +281,31 @@ class Graphs:
     def _recorded(
         self, body: Body | None, head: Head | None, known_body: bool = False, known_head: bool = False
     ) -> graphs.Recorded:
-        """What is not known has its kernels compiled, verified and chosen first, in one layer of each kind. Where that
-        has left something to be met while recording, which cannot settle it, all layers are run."""
-
-        def run() -> None:
-            self._run(body, head)
-
+        """What is not known is met first."""
         if known_body and known_head:
-            return graphs.Recorded(body, head, self._recorder.record(run))
+            return graphs.Recorded(body, head, self._recorder.record(functools.partial(self._run, body, head)))
+        self._meet(body, head, known_body, known_head)
+        return self._record_met(body, head, (None if known_body else body, None if known_head else head))
+
+    def _meet(self, body: Body | None, head: Head | None, known_body: bool = False, known_head: bool = False) -> None:
+        """What is not known has its kernels compiled, verified and chosen, in one layer of each kind."""
+        if known_body and known_head:
+            return
         self._pad(body, head)
-        unknown = None if known_body else body, None if known_head else head
         with self._runner.one_of_each():
-            self._run(*unknown)
+            self._run(None if known_body else body, None if known_head else head)
+
+    def _record_met(
+        self, body: Body | None, head: Head | None, again: tuple[Body | None, Head | None]
+    ) -> graphs.Recorded:
+        """Where one layer of each kind has left something to be met while recording, which cannot settle it, all layers
+        are run, of what is to be run `again`."""
+        run = functools.partial(self._run, body, head)
         alone = self._runner.ranks.size == 1  # others would not know whether this one runs all layers
         replay = self._recorder.record(run, if_settled=alone)
         if replay is None:
-            self._run(*unknown)
+            self._pad(body, head)
+            self._run(*again)
             replay = self._recorder.record(run)
         return graphs.Recorded(body, head, replay)
 
@@ -272,8 +316,17 @@ class Graphs:
         more = self.mixed_few[0][1] if self.mixed_few else self.mixed
         ladder, name, own = graphs.Ladder(), f"chunks of {most} sequences", []
         known = self._chosen.get(name)
-        for done, size in enumerate(more.sizes):
-            found, body = more.fit(size), self._mixed_body(size, most)
+        for done, size in enumerate([*more.sizes]):
+            body = self._mixed_body(size, most)
+            if self._later:
+                if size in known and body != more.body(size):
+                    progress(f"graphs of {name}", done, len(more.sizes), f"{size} rows")
+                    self._put_later(ladder, size, body, None, name in self._met, True)
+                    own.append(size)
+                else:
+                    ladder.put_later(size, more.body(size), functools.partial(more.fit, size))
+                continue
+            found = more.fit(size)
             if body != found.body and (known is None or size in known):
                 progress(f"graphs of {name}", done, len(more.sizes), f"{size} rows")
                 made = self._recorded(body, None, name in self._met, known_head=True)

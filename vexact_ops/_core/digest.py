@@ -41,8 +41,9 @@ _NO_ARITHMETIC = {
     "sequences",
     "tune",
 }
-_NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "cute", "cute_backward", "cute_objects"}
-_NOT_OPS |= {"cute_arithmetic", "cute_prepare", "tiles", "triton_backward", "triton_gates", "triton_prepare"}
+_NOT_OPS = {"__init__", "reference", "cpu", "triton", "cuda", "tiles"}
+_NOT_OPS |= {"cute", "cute_arithmetic", "cute_backward", "cute_backward_kernel", "cute_forward_kernel", "cute_objects"}
+_NOT_OPS |= {"triton_backward", "triton_gates", "triton_prepare"}
 _NOT_ROOMS = {"patch", "testing"}  # no op is computed in them
 
 

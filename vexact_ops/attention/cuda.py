@@ -254,7 +254,7 @@ def _cute():
         return None
     try:
         from . import cute
-    except ImportError:  # an older flash-attn, or one without what it is compiled with
+    except ImportError:  # no Triton
         return None
     return None if cute.unavailable() else cute
 
