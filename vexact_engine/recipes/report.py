@@ -177,7 +177,8 @@ def plot(path: str, title: str, runs: Mapping[str, Run]) -> None:
     for axis in drawing.axes[len(drawn) :]:
         axis.axis("off")
     words = "\n\n".join(verdict(*item) for item in runs.items())
-    drawing.axes[len(drawn)].text(0, 1, words, va="top", wrap=True, fontsize=9)
+    said = drawing.axes[len(drawn)].text(0, 1, words, va="top", wrap=True, fontsize=9)
+    said.set_in_layout(False)  # a long line would make its column as wide
     drawing.axes[0].legend(fontsize=8)
     drawing.savefig(path)
 
