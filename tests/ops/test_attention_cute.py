@@ -144,7 +144,7 @@ def test_where_no_library_is_had_the_object_is_kept(what, stack, tmp_path, monke
     assert not ask()[1] and len(asked) == 1 and not cute_objects.kept("v1")
 
 
-def test_the_tiles_are_flash_attn_s_own():
+def test_the_tiles_are_those_that_kernels_are_compiled_of():
     pytest.importorskip("flash_attn.cute.interface")
     from vexact_ops.attention import cute_backward, cute_backward_kernel
 

@@ -34,8 +34,11 @@ def add(a, b, *, loc=None, ip=None):
 
 @dsl_user_op
 def moved(a, zero, *, loc=None, ip=None):
-    """a, in a register of its own. The assembler would leave it in that of the product of matrices which it is from,
-    and wait for all products under way before that is read."""
+    """a, of a product of matrices, in another register: before one of a product is read, the assembler waits for all
+    products under way if it has lost sight, behind a loop's end, of which these are.
+
+    zero    0, which must not be known when this is compiled
+    """
     return Float32(
         llvm.inline_asm(
             T.f32(),
