@@ -1,0 +1,623 @@
+// The gradients of a chunk, as grads.cuh has them and with its bits, by four warpgroups; no torch headers.
+//
+// A block takes a chunk of a key head, and of its value heads' columns 64 at a time. First two warpgroups have what
+// concerns columns, each every second eight of them, and two what concerns pairs of rows, each every second eight keys.
+// Then the former have the gradients of k, the latter those of q, each half of the dims, and keep them in registers.
+// What one warpgroup makes and others multiply lies in shared memory as it is multiplied. All loops together have room
+// in the cache of instructions.
+#pragma once
+#include "gated_delta/grads.cuh"
+#include "gated_delta/warpgroup.cuh"
+
+namespace vx {
+namespace delta {
+
+constexpr int kWideGradsThreads = 512;
+
+template <class T>
+struct WideGradsShared {
+  Panel<kDepth> s[2], ds[2];               // (dims, columns), as all below as multiplied: rounded to tf32
+  Panel<kChunk> s_across[4];               // (columns, dims); then, (rows, columns), what states are multiplied by
+  Panel<kChunk> w[2], w_across[2];         // (rows, columns), (columns, rows); then gradients of products among keys
+  Panel<kDepth> k_across[2], q_across[2];  // (dims, rows)
+  float between[kChunk * 72];              // what a row takes of earlier ones; then what rows and columns add up
+  float4 handed[3][128];
+  Gates gates[2];  // of a value head and the next one
+  float r_k[kChunk], r_q[kChunk];
+  float of_state[2][kDepth], taken[2][kChunk], rows[kChunk], sums[kChunk], columns[kChunk];
+
+  // Keys and queries as they come, before there are states
+  struct Keys {
+    T k[kChunk][kDepth + 8], q[kChunk][kDepth + 8];
+  };
+  __device__ __forceinline__ Keys& keys() { return reinterpret_cast<Keys&>(s); }
+  __device__ __forceinline__ Panel<kChunk>* earlier() { return reinterpret_cast<Panel<kChunk>*>(between); }
+  __device__ __forceinline__ Panel<kChunk>* by_k() { return s_across; }
+  __device__ __forceinline__ Panel<kChunk>* by_q() { return s_across + 2; }
+  __device__ __forceinline__ Panel<kChunk>* dkk() { return w; }
+  __device__ __forceinline__ Panel<kChunk>* dqk() { return w_across; }
+};
+template <class T>
+constexpr int kWideGradsBytes = sizeof(WideGradsShared<T>) + 1024;  // from a 1,024-byte boundary on
+static_assert(kWideGradsBytes<uint16_t> <= 227 << 10);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// d + a b^T of 64 rows of a and 32 of b, and eight of K. order: K ascending in the accumulator, eight at a time
+__device__ __forceinline__ void wide_product(float (&d)[4][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1;"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
+        "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
+        "+f"(d[3][2]), "+f"(d[3][3])
+      : "l"(a), "l"(b));
+}
+// Of 64 rows every second eight.
+__device__ __forceinline__ uint64_t operand_of_second(const Panel<kChunk>* panels, int part) {
+  return operand_of<kChunk>(panels, 8 * part, 0) + (64ull << 32);
+}
+// The operand that lies `k` of K behind one at a panel's begin.
+template <int ROWS>
+__device__ __forceinline__ uint64_t behind(uint64_t first, int k) {
+  const uint32_t low = uint32_t(first) + (k / 32 * int(sizeof(Panel<ROWS>)) + k % 32 * 4) / 16;
+  return (first & 0xffffffff00000000) | low;
+}
+// d + a b^T, 64 of K.
+template <int ROWS, int TILES>
+__device__ __forceinline__ void multiply_there(float (&d)[TILES][4], uint64_t a, uint64_t b) {
+#pragma unroll
+  for (int n = 0; n < kChunk / 8; ++n) wide_product(d, behind<kChunk>(a, 8 * n), behind<ROWS>(b, 8 * n));
+}
+
+// Numbers as they are from here on: addresses that are made of them are not kept in registers, nor in memory, over loops.
+__device__ __forceinline__ void anew(int& x) { asm volatile("" : "+r"(x)); }
+
+// What fold_rows does among every second eight columns.
+__device__ __forceinline__ float4 fold_second(float (&d)[4][4]) {
+#pragma unroll
+  for (int width = 2; width; width /= 2)
+#pragma unroll
+    for (int n = 0; n < width; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[n][e] = d[n][e] + d[n + width][e];
+  return float4{d[0][0], d[0][1], d[0][2], d[0][3]};
+}
+// And then, with those of the other ones.
+__device__ __forceinline__ void fold_both(float4 one, float4 other, float& low, float& high) {
+  float d[4] = {one.x + other.x, one.y + other.y, one.z + other.z, one.w + other.w};
+  // order: the upper half is added to the lower one
+#pragma unroll
+  for (int width = 2; width; width /= 2)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[e] = d[e] + __shfl_xor_sync(0xffffffffu, d[e], width);
+  low = d[0] + d[1], high = d[2] + d[3];
+}
+
+#endif
+
+template <class T>
+__global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const GatedDeltaBackward args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& sh = *reinterpret_cast<WideGradsShared<T>*>(memory + (1024 - sm90::shared_address(memory) % 1024) % 1024);
+  enum { kEarlier = 1, kMultiplied = 2 };  // barriers
+  const int tid = threadIdx.x, lane = tid % 32, gid = lane / 4, tig = lane % 4, own = tid % 128;
+  const int warp = __shfl_sync(0xffffffffu, tid / 32, 0), part = warp / 4 % 2;
+  const bool of_columns = warp < 8;
+  const int first = 16 * (warp % 4), d0 = 64 * part;  // this warp's rows; its half of the keys' dims
+  const int index = blockIdx.x, hk = blockIdx.y, group = args.hv / args.hk, splits = args.dv_size / 64;
+  int begin, end, chunk;
+  {
+    int sequence = -1;  // the last whose first chunk is not behind this one
+    for (int from = 0; from < args.sequences; from += kWideGradsThreads) {
+      const int n = from + tid;
+      sequence += __syncthreads_count(n < args.sequences && min(max(args.offsets[n], 0), args.tokens) / kChunk + n <= index);
+    }
+    sequence = max(sequence, 0);
+    begin = min(max(args.offsets[sequence], 0), args.tokens);
+    end = max(min(args.offsets[sequence + 1], args.tokens), begin);
+    chunk = index - begin / kChunk - sequence;
+  }
+  const int row = begin + chunk * kChunk, last = min(kChunk, end - row);
+  if (chunk < 0 || last <= 0) return;
+
+  // What a head's block of columns reads, on its way into the L2 cache while there is other work; behind the last one the
+  // states of a block that begins when this one ends.
+  const auto expect = [&](int one, int split) {
+    const bool more = one < group;
+    int64_t number = int64_t(index) * args.hv + hk * group + one;
+    if (!more) {
+      const int next = index + multiprocessors();
+      number = int64_t(next % gridDim.x) * args.hv + (hk + next / gridDim.x) * group;
+      if (hk + next / gridDim.x >= args.hk) return;
+    }
+    const int64_t here = (number * kDepth + tid % 256 / 2) * args.dv_size + 64 * split + tid % 2 * 32;
+    into_l2((tid < 256 ? args.states : args.dstates) + here);
+    const int i = tid / 2 % 64;
+    if (!more || i >= last || tid >= 384) return;
+    const int64_t h = hk * group + one, of_row = (int64_t(row + i) * args.hv + h) * args.dv_size + 64 * split;
+    if (tid < 256)
+      into_l2((tid < 128 ? args.us : args.dus) + of_row + tid % 2 * 32);
+    else if (tid % 2)
+      into_l2(static_cast<const T*>(args.dout) + of_row);
+    else
+      into_l2(static_cast<const T*>(args.v) + (row + i) * args.v_row + h * args.v_head + 64 * split);
+  };
+  expect(0, 0);
+
+  // Of pairs of rows: keys times keys, and queries times keys. In memory of the thread's own: registers have no room.
+  float4 of_pairs[2][4];
+  float4* pairs = of_pairs[0];
+  asm volatile("" : "+l"(pairs));
+  {
+    auto& keys = sh.keys();
+    {
+      const bool of_k = tid < 256;
+      const T* const from = of_k ? static_cast<const T*>(args.k) + hk * args.k_head : static_cast<const T*>(args.q) + hk * args.q_head;
+      const int64_t step = of_k ? args.k_row : args.q_row;
+      auto& to = of_k ? keys.k : keys.q;
+      const int at = tid % 16 * 8;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int i = tid / 16 % 16 + 16 * n;
+        copy16(&to[i][at], from + (row + (i < last ? i : 0)) * step + at, i < last);
+      }
+      copies_end();
+    }
+    copies_wait<0>();
+    __syncthreads();
+    if (of_columns) {
+      make_norms<T>(keys, sh, args.l2norm);
+#pragma unroll 1
+      for (int which = 0; which < 2; ++which) {
+        const auto& from = which ? keys.q : keys.k;
+#pragma unroll
+        for (int i = 0; i < kChunk; i += 16) {
+          auto& to = (which ? sh.q_across : sh.k_across)[i / 32];
+          uint32_t y[4];
+          load_transposed(y, &from[i + lane % 16][16 * warp + lane / 16 * 8]);
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const float2 two = widen_two<T>(y[m]);
+            const int d = 16 * warp + m / 2 * 8 + gid, at = i % 32 + m % 2 * 8 + 2 * tig;
+            in_panel(to, d, at) = two.x, in_panel(to, d, at + 1) = two.y;
+          }
+        }
+      }
+    } else {
+      float kk[4][4] = {}, qk[4][4] = {};
+      const T* const of_k = &keys.k[first + lane % 16][lane / 16 * 8];
+      const T* const others = &keys.k[8 * part + lane % 8 + lane / 16 * 16][lane / 8 % 2 * 8];
+      // order: dims ascending, sixteen at a time
+#pragma unroll 2
+      for (int d = 0; d < kDepth; d += 16) {
+        uint32_t left[2][4];
+        load_matrix(left[0], of_k + d), load_matrix(left[1], of_k + d + kChunk * (kDepth + 8));
+#pragma unroll
+        for (int n = 0; n < 4; n += 2) {
+          uint32_t right[4];
+          load_matrix(right, others + 16 * n * (kDepth + 8) + d);
+          product<T>(kk[n], left[0], right[0], right[1]), product<T>(kk[n + 1], left[0], right[2], right[3]);
+          product<T>(qk[n], left[1], right[0], right[1]), product<T>(qk[n + 1], left[1], right[2], right[3]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        pairs[n] = float4{kk[n][0], kk[n][1], kk[n][2], kk[n][3]};
+        pairs[n + 4] = float4{qk[n][0], qk[n][1], qk[n][2], qk[n][3]};
+      }
+    }
+    __syncthreads();
+  }
+  // This thread's places in what lies across: (8 n + 2 tig + e % 2, first + gid + e / 2 * 8) at 256 n + across[e].
+  int across[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int r = 2 * tig + e % 2, of_row = warp % 2 * 4 + e / 2 * 2 + gid % 2;
+    across[e] = r * 32 + (of_row ^ r) * 4 + gid / 2;
+  }
+  // And in what lies along, of tile n, which is the eight at 2 n + part: (first + gid + 8 m, 2 tig + e) at
+  // n / 2 * 2048 + 256 m + along[n % 2][e].
+  int along[2][2];
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) along[n][e] = (first + gid) * 32 + ((4 * n + 2 * part + e) ^ gid) * 4 + tig;
+  const float* const k_here = &sh.k_across[warp % 4 / 2][0][0];
+  const float* const q_here = &sh.q_across[warp % 4 / 2][0][0];
+  const int64_t v_step = int64_t(args.hv) * args.dv_size;
+  int i0 = first + gid, c0 = 8 * part + 2 * tig;  // the first row and column, or key, of this thread
+  float sum[8][4] = {};                                 // gradients before those of the norms: this warp's rows and dims
+  float total[2] = {0.0f, 0.0f};                        // gradients of beta, or one of g, of a value head
+  int thread = tid;
+  const auto anew_all = [&] {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) anew(across[e]), anew(along[e / 2][e % 2]);
+    anew(i0), anew(c0), anew(thread);
+  };
+  int one = 0, split = 0;                               // order: value heads ascending, of each the columns' blocks ascending
+
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    anew_all();
+    const bool more = one < group;
+    const int h = hk * group + one;
+    const Gates& gates = sh.gates[one % 2];
+    if (turn && warp == 0) {
+      // What the state behind the chunk takes: of every row, and of what was there before.
+      const auto& of_old_state = sh.of_state[(turn - 1) % 2];
+      const float whole = exp_term(sh.gates[(split ? one : one - 1) % 2].g[last - 1]);
+      float taken[2], state[2];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int i = lane + 32 * m;
+        taken[m] = (sh.taken[0][i] + 0.0f) + sh.taken[1][i], state[m] = (of_old_state[i] + 0.0f) + of_old_state[i + 64];
+      }
+      float of_rows = taken[0] + taken[1], of_old = state[0] + state[1];
+      // order: the upper half is added to the lower one
+#pragma unroll
+      for (int width = 16; width; width /= 2) {
+        of_rows = of_rows + __shfl_xor_sync(0xffffffffu, of_rows, width);
+        of_old = of_old + __shfl_xor_sync(0xffffffffu, of_old, width);
+      }
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int i = lane + 32 * m;
+        const float of_row = sh.rows[i] + (sh.sums[i] - sh.columns[i]);
+        sh.sums[i] = (of_row - taken[m]) + (i == last - 1 ? of_rows + whole * of_old : 0.0f);
+      }
+    }
+    if (more) {
+      if (split == 0 && warp == 15) make_gates(sh.gates[one % 2], args, row, last, h);
+      {
+        const int r = thread / 4, quarter = thread % 4;
+        const int at = r * 32 + ((2 * quarter) ^ (r % 8)) * 4;
+        const int turned = r / 32 * 2048 + quarter * 256 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2;
+        const int64_t from = ((int64_t(index) * args.hv + h) * kDepth + r) * args.dv_size + 64 * split + 8 * quarter;
+        float x[2][8], y[2][8], f[8];
+#pragma unroll
+        for (int p = 0; p < 2; ++p)
+#pragma unroll
+          for (int c = 0; c < 8; c += 4) {
+            *reinterpret_cast<float4*>(x[p] + c) = *reinterpret_cast<const float4*>(args.states + from + 32 * p + c);
+            *reinterpret_cast<float4*>(y[p] + c) = *reinterpret_cast<const float4*>(args.dstates + from + 32 * p + c);
+          }
+        // order: the upper half is added to the lower one
+#pragma unroll
+        for (int c = 0; c < 8; ++c) f[c] = y[0][c] * x[0][c] + y[1][c] * x[1][c];
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+#pragma unroll
+          for (int c = 0; c < 8; ++c) x[p][c] = as_operand(x[p][c]), y[p][c] = as_operand(y[p][c]);
+          put_eight(&sh.s[p][0][0], at, x[p]), put_eight(&sh.ds[p][0][0], at, y[p]);
+#pragma unroll
+          for (int c = 0; c < 8; ++c) (&sh.s_across[0][0][0])[(turned ^ 4 * c) + (32 * p + c) * 32] = x[p][c];
+        }
+#pragma unroll
+        for (int width = 2; width; width /= 2)
+#pragma unroll
+          for (int c = 0; c < 8; ++c) f[c] = f[c] + __shfl_xor_sync(0xffffffffu, f[c], width);
+        fold<8>(f);
+        if (quarter == 0) sh.of_state[turn % 2][r] = f[0];
+      }
+      {
+        const int r = thread / 8, eighth = thread % 8;
+        const int at = eighth / 4 * 2048 + r * 32 + ((2 * (eighth % 4)) ^ (r % 8)) * 4;
+        const int turned = r / 32 * 2048 + eighth * 256 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2;
+        float x[8] = {};
+        if (r < last)
+#pragma unroll
+          for (int c = 0; c < 8; c += 4)
+            *reinterpret_cast<float4*>(x + c) = *reinterpret_cast<const float4*>(
+                args.us + (row + r) * v_step + int64_t(h) * args.dv_size + 64 * split + 8 * eighth + c);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) x[c] = as_operand(sh.r_k[r] * x[c]);
+        put_eight(&sh.w[0][0][0], at, x);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) (&sh.w_across[0][0][0])[(turned ^ 4 * c) + c * 32] = x[c];
+      }
+      written_for_products();
+    }
+    __syncthreads();
+    if (turn && !of_columns) {
+      // order: the gradient of g_i takes those of the sums from i to the last, in a tree
+      const int i = thread % 256 / 4, before = split ? split - 1 : splits - 1;
+      const float x = fold_chunk([&](int j) { return j >= i ? sh.sums[j] : 0.0f; });
+      total[0] = (before ? total[0] : 0.0f) + x;
+      if (split == 0 && thread % 4 == 0 && i < last) args.dg[int64_t(row + i) * args.hv + h - 1] = total[0];
+    }
+    if (!more) break;
+    const bool ends = split + 1 == splits;
+    expect(ends ? one + 1 : one, ends ? 0 : split + 1);
+
+    anew_all();
+    // Of this thread's first row, column 0 of the block's
+    const int64_t here = (row + i0) * v_step + int64_t(h) * args.dv_size + 64 * split;
+    const bool there[2] = {i0 < last, i0 + 8 < last};
+    float4 mine;
+    float grads[8][4];
+    if (of_columns) {
+      float ks[4][4] = {}, qs[4][4] = {}, left[4][4] = {};
+      const uint64_t of_s = operand_of_second(sh.s_across, part);
+      // order: dims ascending
+#pragma unroll 1
+      for (int p = 0; p < 4; ++p) {
+        float a[4][4], b[4][4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            a[n][e] = k_here[1024 * p + 256 * n + across[e]], b[n][e] = q_here[1024 * p + 256 * n + across[e]];
+        settle(a), settle(b), settle(ks), settle(qs);
+        sm90::wgmma_begin();
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const uint64_t right = behind<kChunk>(of_s + uint32_t(p) * (sizeof(Panel<kChunk>) / 16), 8 * n);
+          wide_product(ks, a[n], right), wide_product(qs, b[n], right);
+        }
+        sm90::wgmma_commit();
+        sm90::wgmma_wait<0>();
+        settle(ks), settle(qs);
+      }
+      float2 du[4][2];
+      uint32_t d_bits[4][2], v_bits[4][2];
+      const T* const v = static_cast<const T*>(args.v) + (row + i0) * args.v_row + h * args.v_head + 64 * split + c0;
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          du[n][m] = float2{0, 0}, d_bits[n][m] = 0, v_bits[n][m] = 0;
+          if (there[m]) {
+            const int64_t at = here + c0 + 16 * n + 8 * m * v_step;
+            du[n][m] = *reinterpret_cast<const float2*>(args.dus + at);
+            d_bits[n][m] = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.dout) + at);
+            v_bits[n][m] = *reinterpret_cast<const uint32_t*>(v + 8 * m * args.v_row + 16 * n);
+          }
+        }
+      meet<kWideGradsThreads>(kEarlier);
+      settle(left);
+      sm90::wgmma_begin();
+      multiply_there<kChunk>(left, operand_of<kChunk>(sh.earlier(), 0, 0), operand_of_second(sh.w_across, part));
+      sm90::wgmma_commit();
+      sm90::wgmma_wait<0>();
+      settle(left);
+      meet<kWideGradsThreads>(kMultiplied);
+      float* const to_k = &sh.by_k()[0][0][0];
+      float* const to_q = &sh.by_q()[0][0][0];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int i = i0 + 8 * m;
+        const float beta = gates.beta[i], decay = gates.decay[i], r = sh.r_k[i];
+        const float f = -(decay * r), fx = (beta * decay) * r, fy = decay * sh.r_q[i];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float2 dout = widen_two<T>(d_bits[n][m]), value = widen_two<T>(v_bits[n][m]);
+          T two[2];
+#pragma unroll
+          for (int e2 = 0; e2 < 2; ++e2) {
+            const int e = 2 * m + e2, at = n / 2 * 2048 + 256 * m + along[n % 2][e2];
+            const float u = e2 ? du[n][m].y : du[n][m].x, d = args.scale * (e2 ? dout.y : dout.x);
+            const float x = -(fx * u), y = fy * d;
+            left[n][e] = u * (fmaf(f, ks[n][e], e2 ? value.y : value.x) - (left[n][e] + 0.0f));
+            ks[n][e] = x * ks[n][e] + y * qs[n][e];
+            to_k[at] = as_operand(x), to_q[at] = as_operand(y);
+            narrow(two[e2], beta * u);
+          }
+          if (there[m])
+            *reinterpret_cast<uint32_t*>(static_cast<T*>(args.dv) + here + c0 + 16 * n + 8 * m * v_step) =
+                *reinterpret_cast<uint32_t*>(two);
+        }
+      }
+      // One has the gradients of beta, the other the sums of rows.
+      const float4 of_beta = fold_second(left), of_rows = fold_second(ks);
+      mine = part ? of_rows : of_beta, sh.handed[1 - part][own] = part ? of_beta : of_rows;
+      // Rows of u, as they are added to the state
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          float2 two{0, 0};
+          if (there[m]) two = *reinterpret_cast<const float2*>(args.us + here + 2 * tig + 8 * n + 8 * m * v_step);
+          grads[n][2 * m] = two.x, grads[n][2 * m + 1] = two.y;
+        }
+    } else {
+      float g[2], r_k[2], of_kk[4][4] = {}, of_qk[4][4] = {};
+#pragma unroll
+      for (int m = 0; m < 2; ++m) g[m] = gates.g[i0 + 8 * m], r_k[m] = sh.r_k[i0 + 8 * m];
+      {
+        float* const to = &sh.earlier()[0][0][0];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float4 four = pairs[n];
+          const float kk[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int i = i0 + e / 2 * 8, j = c0 + 16 * n + e % 2;
+            const float x = as_operand(r_k[e / 2] * (exp_term(g[e / 2] - gates.g[j]) * kk[e]));
+            to[n / 2 * 2048 + e / 2 * 256 + along[n % 2][e % 2]] = where(j < i && there[e / 2], x);
+          }
+        }
+        written_for_products();
+        arrive<kWideGradsThreads>(kEarlier);
+      }
+      const uint64_t of_w = operand_of_second(sh.w, part);
+      // order: columns ascending
+#pragma unroll 1
+      for (int p = 0; p < 2; ++p) {
+        float a[4][4], b[4][4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            float2 two{0, 0};
+            uint32_t bits = 0;
+            if (there[m]) {
+              const int64_t at = here + 2 * tig + 32 * p + 8 * n + 8 * m * v_step;
+              two = *reinterpret_cast<const float2*>(args.dus + at);
+              bits = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.dout) + at);
+            }
+            const float2 dout = widen_two<T>(bits);
+            a[n][2 * m] = as_operand(two.x), a[n][2 * m + 1] = as_operand(two.y);
+            b[n][2 * m] = as_operand(args.scale * dout.x), b[n][2 * m + 1] = as_operand(args.scale * dout.y);
+          }
+        settle(a), settle(b), settle(of_kk), settle(of_qk);
+        sm90::wgmma_begin();
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const uint64_t right = behind<kChunk>(of_w + uint32_t(p) * (sizeof(Panel<kChunk>) / 16), 8 * n);
+          wide_product(of_kk, a[n], right), wide_product(of_qk, b[n], right);
+        }
+        sm90::wgmma_commit();
+        sm90::wgmma_wait<0>();
+        settle(of_kk), settle(of_qk);
+      }
+      float kk[4][4], qk[4][4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float4 one_four = pairs[n], other = pairs[n + 4];
+        kk[n][0] = one_four.x, kk[n][1] = one_four.y, kk[n][2] = one_four.z, kk[n][3] = one_four.w;
+        qk[n][0] = other.x, qk[n][1] = other.y, qk[n][2] = other.z, qk[n][3] = other.w;
+      }
+      meet<kWideGradsThreads>(kMultiplied);
+      float* const to_kk = &sh.dkk()[0][0][0];
+      float* const to_qk = &sh.dqk()[0][0][0];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int i = i0 + 8 * m;
+        const float of_k = -(gates.beta[i] * r_k[m]), of_q = sh.r_q[i];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int j = c0 + 16 * n;
+#pragma unroll
+          for (int e2 = 0; e2 < 2; ++e2) {
+            const int e = 2 * m + e2, at = n / 2 * 2048 + 256 * m + along[n % 2][e2];
+            const float decay = exp_term(g[m] - gates.g[j + e2]);
+            const float x = where(j + e2 < i && there[m], of_k * (decay * of_kk[n][e]));
+            const float y = where(j + e2 <= i && there[m], of_q * (decay * of_qk[n][e]));
+            of_kk[n][e] = j + e2 < i ? x * kk[n][e] + y * qk[n][e] : 0.0f;
+            to_kk[at] = as_operand(x), to_qk[at] = as_operand(y);
+          }
+          *reinterpret_cast<float2*>(sh.between + i * 72 + j) = float2{of_kk[n][2 * m], of_kk[n][2 * m + 1]};
+        }
+      }
+      mine = fold_second(of_kk);
+      if (part) sh.handed[2][own] = mine;
+    }
+    written_for_products();
+    __syncthreads();
+
+    anew_all();
+    float low, high;
+    if (of_columns) {
+      fold_both(mine, sh.handed[part][own], low, high);
+      if (part) {
+        if (tig == 0) sh.rows[i0] = low, sh.rows[i0 + 8] = high;
+      } else {
+        total[0] = (split ? total[0] : 0.0f) + low, total[1] = (split ? total[1] : 0.0f) + high;
+        if (ends && tig == 0) {
+          float* const to = args.dbeta + int64_t(row + i0) * args.hv + h;
+          if (there[0]) *to = total[0];
+          if (there[1]) to[8 * args.hv] = total[1];
+        }
+      }
+      {
+        float a[8][4];
+        each_place([&](int n, int e, int i, int) { a[n][e] = as_operand(gates.rest[i] * (sh.r_k[i] * grads[n][e])), grads[n][e] = 0.0f; });
+        settle(a), settle(grads);
+        wide_products<8, kDepth>(grads, a, sh.ds, d0);
+        sm90::wgmma_wait<0>();
+        settle(grads);
+      }
+      {
+        float taken[8][4];
+        each_place([&](int n, int e, int, int) { taken[n][e] = k_here[32 * d0 + 256 * n + across[e]] * grads[n][e]; });
+        fold_rows(taken, low, high);
+        if (tig == 0) sh.taken[part][i0] = low, sh.taken[part][i0 + 8] = high;
+      }
+      const uint64_t of_k = operand_of<kDepth>(sh.k_across, d0, 0);
+      settle(grads);
+      sm90::wgmma_begin();
+      multiply_there<kDepth>(grads, operand_of<kChunk>(sh.by_k(), 0, 0), operand_of<kDepth>(sh.s, d0, 0));
+      multiply_there<kDepth>(grads, operand_of<kChunk>(sh.dkk(), 0, 0), of_k);
+      sm90::wgmma_commit();
+      // The same across, and those with queries
+#pragma unroll 1
+      for (int which = 0; which < 2; ++which) {
+        const float* const from = &(which ? sh.dqk() : sh.dkk())[warp % 4 / 2][0][0];
+        const uint64_t right = which ? operand_of<kDepth>(sh.q_across, d0, 0) : of_k;
+        float a[8][4];
+        each_place([&](int n, int e, int, int) { a[n][e] = from[256 * n + across[e]]; });
+        settle(a);
+        sm90::wgmma_begin();
+#pragma unroll
+        for (int n = 0; n < 8; ++n) wide_product(grads, a[n], behind<kDepth>(right, 8 * n));
+        sm90::wgmma_commit();
+        sm90::wgmma_wait<0>();
+        settle(grads);
+      }
+    } else {
+      each_place([&](int n, int e, int, int) { grads[n][e] = 0.0f; });
+      settle(grads);
+      sm90::wgmma_begin();
+      multiply_there<kDepth>(grads, operand_of<kChunk>(sh.by_q(), 0, 0), operand_of<kDepth>(sh.s, d0, 0));
+      multiply_there<kDepth>(grads, operand_of<kChunk>(sh.dqk(), 0, 0), operand_of<kDepth>(sh.k_across, d0, 0));
+      sm90::wgmma_commit();
+      const float of_column = fold_chunk([&](int i) { return sh.between[i * 72 + tid % 256 / 4]; });
+      if (tid % 4 == 0) sh.columns[tid % 256 / 4] = of_column;
+      if (part == 0) {
+        fold_both(mine, sh.handed[2][own], low, high);
+        if (tig == 0) sh.sums[i0] = low, sh.sums[i0 + 8] = high;
+      }
+      sm90::wgmma_wait<0>();
+      settle(grads);
+    }
+    each_place([&](int n, int e, int, int) { sum[n][e] = sum[n][e] + grads[n][e]; });
+    one += ends, split = ends ? 0 : split + 1;
+    __syncthreads();
+  }
+
+  // What the norms leave of them: of each row, n (n dk) less, over both halves of the dims.
+  const float* const r = of_columns ? sh.r_k : sh.r_q;
+  const float* const x = (of_columns ? k_here : q_here) + 32 * d0;
+  float n_sum[2] = {0.0f, 0.0f};
+  if (args.l2norm) {
+    auto& handed = reinterpret_cast<Handed&>(of_columns ? sh.s : sh.ds);
+    float* const sums = sh.taken[of_columns ? 0 : 1];
+    float m[8][4];
+    each_place([&](int n, int e, int i, int) { m[n][e] = (x[256 * n + across[e]] * r[i]) * sum[n][e]; });
+    if (part) hand(handed, m);
+    __syncthreads();
+    if (!part) {
+      float other[8][4];
+      take(other, handed);
+      each_place([&](int n, int e, int, int) { m[n][e] = m[n][e] + other[n][e]; });
+      fold_rows(m, n_sum[0], n_sum[1]);
+      if (tig == 0) sums[i0] = n_sum[0], sums[i0 + 8] = n_sum[1];
+    }
+    __syncthreads();
+    n_sum[0] = sums[i0], n_sum[1] = sums[i0 + 8];
+  }
+  T* const out = static_cast<T*>(of_columns ? args.dk : args.dq);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const int i = i0 + 8 * m;
+    if (i >= last) continue;
+    T* const to = out + (int64_t(row + i) * args.hk + hk) * kDepth + d0 + 2 * tig;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      T two[2];
+#pragma unroll
+      for (int e2 = 0; e2 < 2; ++e2) {
+        float value = sum[n][2 * m + e2];
+        if (args.l2norm) value = value - (x[256 * n + across[2 * m + e2]] * r[i]) * n_sum[m];
+        narrow(two[e2], value);
+      }
+      *reinterpret_cast<uint32_t*>(to + 8 * n) = *reinterpret_cast<uint32_t*>(two);
+    }
+  }
+#endif
+}
+
+}  // namespace delta
+}  // namespace vx
