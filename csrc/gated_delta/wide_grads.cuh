@@ -73,6 +73,13 @@ __device__ __forceinline__ void multiply_there(float (&d)[TILES][4], uint64_t a,
 // Numbers as they are from here on: addresses that are made of them are not kept in registers, nor in memory, over loops.
 __device__ __forceinline__ void anew(int& x) { asm volatile("" : "+r"(x)); }
 
+// x where a < b, else zero. A comparison of its own each time: predicates that are kept take more than they save.
+__device__ __forceinline__ float where_less(int a, int b, float x) {
+  float y;
+  asm("{\n.reg .pred p;\nsetp.lt.s32 p, %2, %3;\nselp.f32 %0, %1, 0f00000000, p;\n}" : "=f"(y) : "f"(x), "r"(a), "r"(b));
+  return y;
+}
+
 // What fold_rows does among every second eight columns.
 __device__ __forceinline__ float4 fold_second(float (&d)[4][4]) {
 #pragma unroll
@@ -122,29 +129,25 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
   const int row = begin + chunk * kChunk, last = min(kChunk, end - row);
   if (chunk < 0 || last <= 0) return;
 
-  // What a head's block of columns reads, on its way into the L2 cache while there is other work; behind the last one the
-  // states of a block that begins when this one ends.
-  const auto expect = [&](int one, int split) {
-    const bool more = one < group;
-    int64_t number = int64_t(index) * args.hv + hk * group + one;
-    if (!more) {
-      const int next = index + multiprocessors();
-      number = int64_t(next % gridDim.x) * args.hv + (hk + next / gridDim.x) * group;
-      if (hk + next / gridDim.x >= args.hk) return;
-    }
-    const int64_t here = (number * kDepth + tid % 256 / 2) * args.dv_size + 64 * split + tid % 2 * 32;
-    into_l2((tid < 256 ? args.states : args.dstates) + here);
-    const int i = tid / 2 % 64;
-    if (!more || i >= last || tid >= 384) return;
-    const int64_t h = hk * group + one, of_row = (int64_t(row + i) * args.hv + h) * args.dv_size + 64 * split;
-    if (tid < 256)
-      into_l2((tid < 128 ? args.us : args.dus) + of_row + tid % 2 * 32);
-    else if (tid % 2)
-      into_l2(static_cast<const T*>(args.dout) + of_row);
-    else
-      into_l2(static_cast<const T*>(args.v) + (row + i) * args.v_row + h * args.v_head + 64 * split);
+  const int v_step = args.hv * args.dv_size, plane = kDepth * args.dv_size;
+  // Of the block's columns of the value head: states, rows of u and of outputs, rows of values
+  int64_t states_at = (int64_t(index) * args.hv + hk * group) * plane, rows_at = int64_t(row) * v_step + hk * group * args.dv_size;
+  int64_t values_at = row * args.v_row + hk * group * args.v_head;
+  // What is read next, on its way into the L2 cache while there is other work; behind the last columns the states of a
+  // block that begins when this one ends.
+  const auto expect_states = [&](int64_t at) {
+    into_l2((tid < 256 ? args.states : args.dstates) + at + (tid % 256 / 2 * args.dv_size + tid % 2 * 32));
   };
-  expect(0, 0);
+  const auto expect_rows = [&](int64_t rows, int64_t values) {
+    const int i = tid / 2 % 64;
+    if (i >= last || tid >= 384) return;
+    if (tid < 256)
+      into_l2((tid < 128 ? args.us : args.dus) + rows + (i * v_step + tid % 2 * 32));
+    else
+      into_l2(tid % 2 ? static_cast<const T*>(args.dout) + rows + i * v_step
+                      : static_cast<const T*>(args.v) + values + i * args.v_row);
+  };
+  expect_states(states_at), expect_rows(rows_at, values_at);
 
   // Of pairs of rows: keys times keys, and queries times keys. In memory of the thread's own: registers have no room.
   float4 of_pairs[2][4];
@@ -165,6 +168,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       }
       copies_end();
     }
+    if (warp >= 14 && warp - 14 < group) make_gates(sh.gates[warp - 14], args, row, last, hk * group + warp - 14);
     copies_wait<0>();
     __syncthreads();
     if (of_columns) {
@@ -226,7 +230,6 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     for (int e = 0; e < 2; ++e) along[n][e] = (first + gid) * 32 + ((4 * n + 2 * part + e) ^ gid) * 4 + tig;
   const float* const k_here = &sh.k_across[warp % 4 / 2][0][0];
   const float* const q_here = &sh.q_across[warp % 4 / 2][0][0];
-  const int64_t v_step = int64_t(args.hv) * args.dv_size;
   int i0 = first + gid, c0 = 8 * part + 2 * tig;  // the first row and column, or key, of this thread
   float sum[8][4] = {};                                 // gradients before those of the norms: this warp's rows and dims
   float total[2] = {0.0f, 0.0f};                        // gradients of beta, or one of g, of a value head
@@ -269,19 +272,20 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       }
     }
     if (more) {
-      if (split == 0 && warp == 15) make_gates(sh.gates[one % 2], args, row, last, h);
+      if (split == 0 && one >= 2 && warp == 15) make_gates(sh.gates[one % 2], args, row, last, h);
       {
         const int r = thread / 4, quarter = thread % 4;
         const int at = r * 32 + ((2 * quarter) ^ (r % 8)) * 4;
         const int turned = r / 32 * 2048 + quarter * 256 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2;
-        const int64_t from = ((int64_t(index) * args.hv + h) * kDepth + r) * args.dv_size + 64 * split + 8 * quarter;
+        const float* const from = args.states + states_at + (r * args.dv_size + 8 * quarter);
+        const float* const other = args.dstates + states_at + (r * args.dv_size + 8 * quarter);
         float x[2][8], y[2][8], f[8];
 #pragma unroll
         for (int p = 0; p < 2; ++p)
 #pragma unroll
           for (int c = 0; c < 8; c += 4) {
-            *reinterpret_cast<float4*>(x[p] + c) = *reinterpret_cast<const float4*>(args.states + from + 32 * p + c);
-            *reinterpret_cast<float4*>(y[p] + c) = *reinterpret_cast<const float4*>(args.dstates + from + 32 * p + c);
+            *reinterpret_cast<float4*>(x[p] + c) = *reinterpret_cast<const float4*>(from + 32 * p + c);
+            *reinterpret_cast<float4*>(y[p] + c) = *reinterpret_cast<const float4*>(other + 32 * p + c);
           }
         // order: the upper half is added to the lower one
 #pragma unroll
@@ -306,13 +310,14 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         const int at = eighth / 4 * 2048 + r * 32 + ((2 * (eighth % 4)) ^ (r % 8)) * 4;
         const int turned = r / 32 * 2048 + eighth * 256 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2;
         float x[8] = {};
-        if (r < last)
+        if (r < last) {
+          const float* const from = args.us + rows_at + (r * v_step + 8 * eighth);
+          *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(from);
+          *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(from + 4);
+        }
+        const float factor = sh.r_k[r];
 #pragma unroll
-          for (int c = 0; c < 8; c += 4)
-            *reinterpret_cast<float4*>(x + c) = *reinterpret_cast<const float4*>(
-                args.us + (row + r) * v_step + int64_t(h) * args.dv_size + 64 * split + 8 * eighth + c);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) x[c] = as_operand(sh.r_k[r] * x[c]);
+        for (int c = 0; c < 8; ++c) x[c] = as_operand(factor * x[c]);
         put_eight(&sh.w[0][0][0], at, x);
 #pragma unroll
         for (int c = 0; c < 8; ++c) (&sh.w_across[0][0][0])[(turned ^ 4 * c) + c * 32] = x[c];
@@ -322,18 +327,25 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     __syncthreads();
     if (turn && !of_columns) {
       // order: the gradient of g_i takes those of the sums from i to the last, in a tree
-      const int i = thread % 256 / 4, before = split ? split - 1 : splits - 1;
-      const float x = fold_chunk([&](int j) { return j >= i ? sh.sums[j] : 0.0f; });
+      const int i = tid % 256 / 4, before = split ? split - 1 : splits - 1, from = i - tid % 4;
+      const float x = fold_chunk([&](int j) { return where_less(from, j - tid % 4 + 1, sh.sums[j]); });
       total[0] = (before ? total[0] : 0.0f) + x;
-      if (split == 0 && thread % 4 == 0 && i < last) args.dg[int64_t(row + i) * args.hv + h - 1] = total[0];
+      if (split == 0 && tid % 4 == 0 && i < last) args.dg[int64_t(row + i) * args.hv + h - 1] = total[0];
     }
     if (!more) break;
     const bool ends = split + 1 == splits;
-    expect(ends ? one + 1 : one, ends ? 0 : split + 1);
-
+    const int next_columns = ends ? args.dv_size - 64 * split : 64;  // a head's columns lie behind those of the one before
+    const int64_t states_next = states_at + (ends ? plane - 64 * split : 64), rows_next = rows_at + next_columns;
+    const int64_t values_next = values_at + (ends ? args.v_head - 64 * split : 64);
+    if (ends && one + 1 == group) {
+      const int next = index + multiprocessors(), key_head = hk + next / gridDim.x;
+      if (key_head < args.hk) expect_states((int64_t(next % gridDim.x) * args.hv + key_head * group) * plane);
+    } else {
+      expect_states(states_next), expect_rows(rows_next, values_next);
+    }
     anew_all();
     // Of this thread's first row, column 0 of the block's
-    const int64_t here = (row + i0) * v_step + int64_t(h) * args.dv_size + 64 * split;
+    const int64_t here = rows_at + i0 * v_step;
     const bool there[2] = {i0 < last, i0 + 8 < last};
     float4 mine;
     float grads[8][4];
@@ -362,19 +374,21 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       }
       float2 du[4][2];
       uint32_t d_bits[4][2], v_bits[4][2];
-      const T* const v = static_cast<const T*>(args.v) + (row + i0) * args.v_row + h * args.v_head + 64 * split + c0;
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
+      for (int m = 0; m < 2; ++m) {
+        const float* const of_du = args.dus + here + (c0 + 8 * m * v_step);
+        const T* const of_d = static_cast<const T*>(args.dout) + here + (c0 + 8 * m * v_step);
+        const T* const of_v = static_cast<const T*>(args.v) + values_at + (i0 + 8 * m) * args.v_row + c0;
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int n = 0; n < 4; ++n) {
           du[n][m] = float2{0, 0}, d_bits[n][m] = 0, v_bits[n][m] = 0;
           if (there[m]) {
-            const int64_t at = here + c0 + 16 * n + 8 * m * v_step;
-            du[n][m] = *reinterpret_cast<const float2*>(args.dus + at);
-            d_bits[n][m] = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.dout) + at);
-            v_bits[n][m] = *reinterpret_cast<const uint32_t*>(v + 8 * m * args.v_row + 16 * n);
+            du[n][m] = *reinterpret_cast<const float2*>(of_du + 16 * n);
+            d_bits[n][m] = *reinterpret_cast<const uint32_t*>(of_d + 16 * n);
+            v_bits[n][m] = *reinterpret_cast<const uint32_t*>(of_v + 16 * n);
           }
         }
+      }
       meet<kWideGradsThreads>(kEarlier);
       settle(left);
       sm90::wgmma_begin();
@@ -390,6 +404,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         const int i = i0 + 8 * m;
         const float beta = gates.beta[i], decay = gates.decay[i], r = sh.r_k[i];
         const float f = -(decay * r), fx = (beta * decay) * r, fy = decay * sh.r_q[i];
+        T* const to_v = static_cast<T*>(args.dv) + here + (c0 + 8 * m * v_step);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const float2 dout = widen_two<T>(d_bits[n][m]), value = widen_two<T>(v_bits[n][m]);
@@ -404,9 +419,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
             to_k[at] = as_operand(x), to_q[at] = as_operand(y);
             narrow(two[e2], beta * u);
           }
-          if (there[m])
-            *reinterpret_cast<uint32_t*>(static_cast<T*>(args.dv) + here + c0 + 16 * n + 8 * m * v_step) =
-                *reinterpret_cast<uint32_t*>(two);
+          if (there[m]) *reinterpret_cast<uint32_t*>(to_v + 16 * n) = *reinterpret_cast<uint32_t*>(two);
         }
       }
       // One has the gradients of beta, the other the sums of rows.
@@ -414,61 +427,81 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       mine = part ? of_rows : of_beta, sh.handed[1 - part][own] = part ? of_beta : of_rows;
       // Rows of u, as they are added to the state
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
+      for (int m = 0; m < 2; ++m) {
+        const float* const from = args.us + here + (2 * tig + 8 * m * v_step);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int n = 0; n < 8; ++n) {
           float2 two{0, 0};
-          if (there[m]) two = *reinterpret_cast<const float2*>(args.us + here + 2 * tig + 8 * n + 8 * m * v_step);
+          if (there[m]) two = *reinterpret_cast<const float2*>(from + 8 * n);
           grads[n][2 * m] = two.x, grads[n][2 * m + 1] = two.y;
         }
+      }
     } else {
       float g[2], r_k[2], of_kk[4][4] = {}, of_qk[4][4] = {};
+      int behind_key[2];  // column 0 of this thread's less its row, where there is one
 #pragma unroll
-      for (int m = 0; m < 2; ++m) g[m] = gates.g[i0 + 8 * m], r_k[m] = sh.r_k[i0 + 8 * m];
+      for (int m = 0; m < 2; ++m) {
+        g[m] = gates.g[i0 + 8 * m], r_k[m] = sh.r_k[i0 + 8 * m];
+        behind_key[m] = there[m] ? c0 - i0 - 8 * m : kChunk;
+      }
+      // Two eights of columns at a time, asked for while others are multiplied
+      const float* of_du = args.dus + here + 2 * tig;
+      const T* of_d = static_cast<const T*>(args.dout) + here + 2 * tig;
+      float2 du[2][2];
+      uint32_t d_bits[2][2];
+      const auto ask = [&] {
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            du[n][m] = float2{0, 0}, d_bits[n][m] = 0;
+            if (there[m]) {
+              du[n][m] = *reinterpret_cast<const float2*>(of_du + 8 * m * v_step + 8 * n);
+              d_bits[n][m] = *reinterpret_cast<const uint32_t*>(of_d + 8 * m * v_step + 8 * n);
+            }
+          }
+        of_du += 16, of_d += 16;
+      };
+      ask();
       {
         float* const to = &sh.earlier()[0][0][0];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const float4 four = pairs[n];
           const float kk[4] = {four.x, four.y, four.z, four.w};
+          const float2 two = *reinterpret_cast<const float2*>(gates.g + c0 + 16 * n);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const int i = i0 + e / 2 * 8, j = c0 + 16 * n + e % 2;
-            const float x = as_operand(r_k[e / 2] * (exp_term(g[e / 2] - gates.g[j]) * kk[e]));
-            to[n / 2 * 2048 + e / 2 * 256 + along[n % 2][e % 2]] = where(j < i && there[e / 2], x);
+            const float x = as_operand(r_k[e / 2] * (exp_term(g[e / 2] - (e % 2 ? two.y : two.x)) * kk[e]));
+            to[n / 2 * 2048 + e / 2 * 256 + along[n % 2][e % 2]] = where_less(behind_key[e / 2], -16 * n - e % 2, x);
           }
         }
         written_for_products();
         arrive<kWideGradsThreads>(kEarlier);
       }
-      const uint64_t of_w = operand_of_second(sh.w, part);
+      uint64_t of_w = operand_of_second(sh.w, part);
       // order: columns ascending
 #pragma unroll 1
-      for (int p = 0; p < 2; ++p) {
-        float a[4][4], b[4][4];
+      for (int p = 0; p < 4; ++p) {
+        float a[2][4], b[2][4];
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+        for (int n = 0; n < 2; ++n)
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
-            float2 two{0, 0};
-            uint32_t bits = 0;
-            if (there[m]) {
-              const int64_t at = here + 2 * tig + 32 * p + 8 * n + 8 * m * v_step;
-              two = *reinterpret_cast<const float2*>(args.dus + at);
-              bits = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.dout) + at);
-            }
-            const float2 dout = widen_two<T>(bits);
-            a[n][2 * m] = as_operand(two.x), a[n][2 * m + 1] = as_operand(two.y);
+            const float2 dout = widen_two<T>(d_bits[n][m]);
+            a[n][2 * m] = as_operand(du[n][m].x), a[n][2 * m + 1] = as_operand(du[n][m].y);
             b[n][2 * m] = as_operand(args.scale * dout.x), b[n][2 * m + 1] = as_operand(args.scale * dout.y);
           }
         settle(a), settle(b), settle(of_kk), settle(of_qk);
         sm90::wgmma_begin();
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const uint64_t right = behind<kChunk>(of_w + uint32_t(p) * (sizeof(Panel<kChunk>) / 16), 8 * n);
+        for (int n = 0; n < 2; ++n) {
+          const uint64_t right = behind<kChunk>(of_w, 8 * n);
           wide_product(of_kk, a[n], right), wide_product(of_qk, b[n], right);
         }
         sm90::wgmma_commit();
+        of_w += p == 1 ? (sizeof(Panel<kChunk>) - 64) / 16 : 64 / 16;
+        if (p < 3) ask();
         sm90::wgmma_wait<0>();
         settle(of_kk), settle(of_qk);
       }
@@ -486,16 +519,18 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       for (int m = 0; m < 2; ++m) {
         const int i = i0 + 8 * m;
         const float of_k = -(gates.beta[i] * r_k[m]), of_q = sh.r_q[i];
+        const int less = c0 - i;
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const int j = c0 + 16 * n;
+          const float2 two = *reinterpret_cast<const float2*>(gates.g + j);
 #pragma unroll
           for (int e2 = 0; e2 < 2; ++e2) {
             const int e = 2 * m + e2, at = n / 2 * 2048 + 256 * m + along[n % 2][e2];
-            const float decay = exp_term(g[m] - gates.g[j + e2]);
-            const float x = where(j + e2 < i && there[m], of_k * (decay * of_kk[n][e]));
-            const float y = where(j + e2 <= i && there[m], of_q * (decay * of_qk[n][e]));
-            of_kk[n][e] = j + e2 < i ? x * kk[n][e] + y * qk[n][e] : 0.0f;
+            const float decay = exp_term(g[m] - (e2 ? two.y : two.x));
+            const float x = where_less(behind_key[m], -16 * n - e2, of_k * (decay * of_kk[n][e]));
+            const float y = where_less(behind_key[m], 1 - 16 * n - e2, of_q * (decay * of_qk[n][e]));
+            of_kk[n][e] = where_less(less, -16 * n - e2, x * kk[n][e] + y * qk[n][e]);
             to_kk[at] = as_operand(x), to_qk[at] = as_operand(y);
           }
           *reinterpret_cast<float2*>(sh.between + i * 72 + j) = float2{of_kk[n][2 * m], of_kk[n][2 * m + 1]};
@@ -535,17 +570,29 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         fold_rows(taken, low, high);
         if (tig == 0) sh.taken[part][i0] = low, sh.taken[part][i0 + 8] = high;
       }
-      const uint64_t of_k = operand_of<kDepth>(sh.k_across, d0, 0);
-      settle(grads);
-      sm90::wgmma_begin();
-      multiply_there<kDepth>(grads, operand_of<kChunk>(sh.by_k(), 0, 0), operand_of<kDepth>(sh.s, d0, 0));
-      multiply_there<kDepth>(grads, operand_of<kChunk>(sh.dkk(), 0, 0), of_k);
-      sm90::wgmma_commit();
+    } else {
+      each_place([&](int n, int e, int, int) { grads[n][e] = 0.0f; });
+    }
+    settle(grads);
+    sm90::wgmma_begin();
+    {
+      // By the state; then by keys. order: the columns, and then the rows, ascending
+      uint64_t left = operand_of<kChunk>(of_columns ? sh.by_k() : sh.by_q(), 0, 0), right = operand_of<kDepth>(sh.s, d0, 0);
+#pragma unroll 1
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int k = 0; k < 32; k += 8) wide_product(grads, behind<kChunk>(left, k), behind<kDepth>(right, k));
+        left += sizeof(Panel<kChunk>) / 16, right += sizeof(Panel<kDepth>) / 16;
+        if (n == 1) left = operand_of<kChunk>(of_columns ? sh.dkk() : sh.dqk(), 0, 0), right = operand_of<kDepth>(sh.k_across, d0, 0);
+      }
+    }
+    sm90::wgmma_commit();
+    if (of_columns) {
       // The same across, and those with queries
 #pragma unroll 1
       for (int which = 0; which < 2; ++which) {
         const float* const from = &(which ? sh.dqk() : sh.dkk())[warp % 4 / 2][0][0];
-        const uint64_t right = which ? operand_of<kDepth>(sh.q_across, d0, 0) : of_k;
+        const uint64_t right = operand_of<kDepth>(which ? sh.q_across : sh.k_across, d0, 0);
         float a[8][4];
         each_place([&](int n, int e, int, int) { a[n][e] = from[256 * n + across[e]]; });
         settle(a);
@@ -557,12 +604,6 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         settle(grads);
       }
     } else {
-      each_place([&](int n, int e, int, int) { grads[n][e] = 0.0f; });
-      settle(grads);
-      sm90::wgmma_begin();
-      multiply_there<kDepth>(grads, operand_of<kChunk>(sh.by_q(), 0, 0), operand_of<kDepth>(sh.s, d0, 0));
-      multiply_there<kDepth>(grads, operand_of<kChunk>(sh.dqk(), 0, 0), operand_of<kDepth>(sh.k_across, d0, 0));
-      sm90::wgmma_commit();
       const float of_column = fold_chunk([&](int i) { return sh.between[i * 72 + tid % 256 / 4]; });
       if (tid % 4 == 0) sh.columns[tid % 256 / 4] = of_column;
       if (part == 0) {
@@ -574,6 +615,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     }
     each_place([&](int n, int e, int, int) { sum[n][e] = sum[n][e] + grads[n][e]; });
     one += ends, split = ends ? 0 : split + 1;
+    states_at = states_next, rows_at = rows_next, values_at = values_next;
     __syncthreads();
   }
 
