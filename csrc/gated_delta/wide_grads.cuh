@@ -80,6 +80,24 @@ __device__ __forceinline__ float where_less(int a, int b, float x) {
   return y;
 }
 
+// Eight neighbours, those from `halves`, 0 or 4, first; as put_eight has them, `at` two behind where it is 4; and across, at
+// places that are turned by it and, of every second two threads, by 2.
+__device__ __forceinline__ void load_halves(float (&to)[8], const float* from, int halves) {
+  *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(from + halves);
+  *reinterpret_cast<float4*>(to + 4) = *reinterpret_cast<const float4*>(from + (halves ^ 4));
+}
+__device__ __forceinline__ void put_halves(float* panel, int at, const float (&x)[8]) {
+  *reinterpret_cast<float2*>(panel + at) = float2{x[0], x[2]};
+  *reinterpret_cast<float2*>(panel + (at ^ 2)) = float2{x[4], x[6]};
+  *reinterpret_cast<float2*>(panel + (at ^ 4)) = float2{x[1], x[3]};
+  *reinterpret_cast<float2*>(panel + (at ^ 6)) = float2{x[5], x[7]};
+}
+__device__ __forceinline__ void put_across(float* panel, int turned, const float (&x)[8]) {
+  const bool pairs = threadIdx.x / 2 % 2;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) panel[turned ^ (36 * c)] = pairs ? x[c ^ 2] : x[c];
+}
+
 // What fold_rows does among every second eight columns.
 __device__ __forceinline__ float4 fold_second(float (&d)[4][4]) {
 #pragma unroll
@@ -273,20 +291,20 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     }
     if (more) {
       if (split == 0 && one >= 2 && warp == 15) make_gates(sh.gates[one % 2], args, row, last, h);
+      // Threads take eight columns of a row, and neighbouring threads other halves of them first, and then other pairs:
+      // so what they put across meets in no bank.
+      const int halves = thread % 2 * 4, turned_by = thread % 2 * 4 + thread / 2 % 2 * 2;
       {
         const int r = thread / 4, quarter = thread % 4;
-        const int at = r * 32 + ((2 * quarter) ^ (r % 8)) * 4;
-        const int turned = r / 32 * 2048 + quarter * 256 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2;
-        const float* const from = args.states + states_at + (r * args.dv_size + 8 * quarter);
-        const float* const other = args.dstates + states_at + (r * args.dv_size + 8 * quarter);
+        const int at = r * 32 + ((2 * quarter) ^ (r % 8)) * 4 + halves / 2;
+        const int turned = (r / 32 * 2048 + quarter * 256 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2) ^ (36 * turned_by);
+        const int64_t from = states_at + (r * args.dv_size + 8 * quarter);
         float x[2][8], y[2][8], f[8];
 #pragma unroll
-        for (int p = 0; p < 2; ++p)
-#pragma unroll
-          for (int c = 0; c < 8; c += 4) {
-            *reinterpret_cast<float4*>(x[p] + c) = *reinterpret_cast<const float4*>(from + 32 * p + c);
-            *reinterpret_cast<float4*>(y[p] + c) = *reinterpret_cast<const float4*>(other + 32 * p + c);
-          }
+        for (int p = 0; p < 2; ++p) {
+          load_halves(x[p], args.states + from + 32 * p, halves);
+          load_halves(y[p], args.dstates + from + 32 * p, halves);
+        }
         // order: the upper half is added to the lower one
 #pragma unroll
         for (int c = 0; c < 8; ++c) f[c] = y[0][c] * x[0][c] + y[1][c] * x[1][c];
@@ -294,33 +312,29 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         for (int p = 0; p < 2; ++p) {
 #pragma unroll
           for (int c = 0; c < 8; ++c) x[p][c] = as_operand(x[p][c]), y[p][c] = as_operand(y[p][c]);
-          put_eight(&sh.s[p][0][0], at, x[p]), put_eight(&sh.ds[p][0][0], at, y[p]);
-#pragma unroll
-          for (int c = 0; c < 8; ++c) (&sh.s_across[0][0][0])[(turned ^ 4 * c) + (32 * p + c) * 32] = x[p][c];
+          put_halves(&sh.s[p][0][0], at, x[p]), put_halves(&sh.ds[p][0][0], at, y[p]);
+          put_across(&sh.s_across[0][0][0] + 1024 * p, turned, x[p]);
         }
 #pragma unroll
-        for (int width = 2; width; width /= 2)
+        for (int c = 0; c < 8; ++c) f[c] = f[c] + __shfl_xor_sync(0xffffffffu, f[c], 2);
+        float other[8];
 #pragma unroll
-          for (int c = 0; c < 8; ++c) f[c] = f[c] + __shfl_xor_sync(0xffffffffu, f[c], width);
+        for (int c = 0; c < 8; ++c) other[c] = __shfl_xor_sync(0xffffffffu, f[c ^ 4], 1);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) f[c] = f[c] + other[c];
         fold<8>(f);
         if (quarter == 0) sh.of_state[turn % 2][r] = f[0];
       }
       {
-        const int r = thread / 8, eighth = thread % 8;
-        const int at = eighth / 4 * 2048 + r * 32 + ((2 * (eighth % 4)) ^ (r % 8)) * 4;
-        const int turned = r / 32 * 2048 + eighth * 256 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2;
+        const int r = thread / 64 * 8 + thread % 32 / 4, eighth = thread / 32 % 2 * 4 + thread % 4;
+        const int at = eighth / 4 * 2048 + r * 32 + ((2 * (eighth % 4)) ^ (r % 8)) * 4 + halves / 2;
+        const int turned = (r / 32 * 2048 + eighth * 256 + (r % 32 / 8 * 2 + r % 2) * 4 + r % 8 / 2) ^ (36 * turned_by);
         float x[8] = {};
-        if (r < last) {
-          const float* const from = args.us + rows_at + (r * v_step + 8 * eighth);
-          *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(from);
-          *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(from + 4);
-        }
+        if (r < last) load_halves(x, args.us + rows_at + (r * v_step + 8 * eighth), halves);
         const float factor = sh.r_k[r];
 #pragma unroll
         for (int c = 0; c < 8; ++c) x[c] = as_operand(factor * x[c]);
-        put_eight(&sh.w[0][0][0], at, x);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) (&sh.w_across[0][0][0])[(turned ^ 4 * c) + c * 32] = x[c];
+        put_halves(&sh.w[0][0][0], at, x), put_across(&sh.w_across[0][0][0], turned, x);
       }
       written_for_products();
     }
