@@ -386,23 +386,26 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         sm90::wgmma_wait<0>();
         settle(ks), settle(qs);
       }
-      float2 du[4][2];
-      uint32_t d_bits[4][2], v_bits[4][2];
+      // Rows of two of its eights, asked for while others are worked on
+      float2 du[2][2];
+      uint32_t d_bits[2][2], v_bits[2][2];
+      const auto ask = [&](int n) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const float* const of_du = args.dus + here + (c0 + 8 * m * v_step);
-        const T* const of_d = static_cast<const T*>(args.dout) + here + (c0 + 8 * m * v_step);
-        const T* const of_v = static_cast<const T*>(args.v) + values_at + (i0 + 8 * m) * args.v_row + c0;
+        for (int m = 0; m < 2; ++m) {
+          const int64_t at = here + (c0 + 16 * n + 8 * m * v_step);
+          const T* const of_v = static_cast<const T*>(args.v) + values_at + (i0 + 8 * m) * args.v_row + (c0 + 16 * n);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          du[n][m] = float2{0, 0}, d_bits[n][m] = 0, v_bits[n][m] = 0;
-          if (there[m]) {
-            du[n][m] = *reinterpret_cast<const float2*>(of_du + 16 * n);
-            d_bits[n][m] = *reinterpret_cast<const uint32_t*>(of_d + 16 * n);
-            v_bits[n][m] = *reinterpret_cast<const uint32_t*>(of_v + 16 * n);
+          for (int k = 0; k < 2; ++k) {
+            du[k][m] = float2{0, 0}, d_bits[k][m] = 0, v_bits[k][m] = 0;
+            if (there[m]) {
+              du[k][m] = *reinterpret_cast<const float2*>(args.dus + at + 16 * k);
+              d_bits[k][m] = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.dout) + at + 16 * k);
+              v_bits[k][m] = *reinterpret_cast<const uint32_t*>(of_v + 16 * k);
+            }
           }
         }
-      }
+      };
+      ask(0);
       meet<kWideGradsThreads>(kEarlier);
       settle(left);
       sm90::wgmma_begin();
@@ -414,42 +417,36 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       float* const to_k = &sh.by_k()[0][0][0];
       float* const to_q = &sh.by_q()[0][0][0];
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const int i = i0 + 8 * m;
-        const float beta = gates.beta[i], decay = gates.decay[i], r = sh.r_k[i];
-        const float f = -(decay * r), fx = (beta * decay) * r, fy = decay * sh.r_q[i];
-        T* const to_v = static_cast<T*>(args.dv) + here + (c0 + 8 * m * v_step);
+      for (int n0 = 0; n0 < 4; n0 += 2) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float2 dout = widen_two<T>(d_bits[n][m]), value = widen_two<T>(v_bits[n][m]);
-          T two[2];
+        for (int m = 0; m < 2; ++m) {
+          const int i = i0 + 8 * m;
+          const float beta = gates.beta[i], decay = gates.decay[i], r = sh.r_k[i];
+          const float f = -(decay * r), fx = (beta * decay) * r, fy = decay * sh.r_q[i];
+          T* const to_v = static_cast<T*>(args.dv) + here + (c0 + 8 * m * v_step);
 #pragma unroll
-          for (int e2 = 0; e2 < 2; ++e2) {
-            const int e = 2 * m + e2, at = n / 2 * 2048 + 256 * m + along[n % 2][e2];
-            const float u = e2 ? du[n][m].y : du[n][m].x, d = args.scale * (e2 ? dout.y : dout.x);
-            const float x = -(fx * u), y = fy * d;
-            left[n][e] = u * (fmaf(f, ks[n][e], e2 ? value.y : value.x) - (left[n][e] + 0.0f));
-            ks[n][e] = x * ks[n][e] + y * qs[n][e];
-            to_k[at] = as_operand(x), to_q[at] = as_operand(y);
-            narrow(two[e2], beta * u);
+          for (int k = 0; k < 2; ++k) {
+            const int n = n0 + k;
+            const float2 dout = widen_two<T>(d_bits[k][m]), value = widen_two<T>(v_bits[k][m]);
+            T two[2];
+#pragma unroll
+            for (int e2 = 0; e2 < 2; ++e2) {
+              const int e = 2 * m + e2, at = n / 2 * 2048 + 256 * m + along[n % 2][e2];
+              const float u = e2 ? du[k][m].y : du[k][m].x, d = args.scale * (e2 ? dout.y : dout.x);
+              const float x = -(fx * u), y = fy * d;
+              left[n][e] = u * (fmaf(f, ks[n][e], e2 ? value.y : value.x) - (left[n][e] + 0.0f));
+              ks[n][e] = x * ks[n][e] + y * qs[n][e];
+              to_k[at] = as_operand(x), to_q[at] = as_operand(y);
+              narrow(two[e2], beta * u);
+            }
+            if (there[m]) *reinterpret_cast<uint32_t*>(to_v + 16 * n) = *reinterpret_cast<uint32_t*>(two);
           }
-          if (there[m]) *reinterpret_cast<uint32_t*>(to_v + 16 * n) = *reinterpret_cast<uint32_t*>(two);
         }
+        if (n0 == 0) ask(2);
       }
       // One has the gradients of beta, the other the sums of rows.
       const float4 of_beta = fold_second(left), of_rows = fold_second(ks);
       mine = part ? of_rows : of_beta, sh.handed[1 - part][own] = part ? of_beta : of_rows;
-      // Rows of u, as they are added to the state
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const float* const from = args.us + here + (2 * tig + 8 * m * v_step);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          float2 two{0, 0};
-          if (there[m]) two = *reinterpret_cast<const float2*>(from + 8 * n);
-          grads[n][2 * m] = two.x, grads[n][2 * m + 1] = two.y;
-        }
-      }
     } else {
       float g[2], r_k[2], of_kk[4][4] = {}, of_qk[4][4] = {};
       int behind_key[2];  // column 0 of this thread's less its row, where there is one
@@ -570,13 +567,44 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
           if (there[1]) to[8 * args.hv] = total[1];
         }
       }
+      each_place([&](int n, int e, int, int) { grads[n][e] = 0.0f; });
       {
-        float a[8][4];
-        each_place([&](int n, int e, int i, int) { a[n][e] = as_operand(gates.rest[i] * (sh.r_k[i] * grads[n][e])), grads[n][e] = 0.0f; });
-        settle(a), settle(grads);
-        wide_products<8, kDepth>(grads, a, sh.ds, d0);
-        sm90::wgmma_wait<0>();
-        settle(grads);
+        // What the state was added. order: columns ascending
+        const float* from = args.us + rows_at + (i0 * v_step + 2 * tig);
+        const float rest[2] = {gates.rest[i0], gates.rest[i0 + 8]}, factor[2] = {sh.r_k[i0], sh.r_k[i0 + 8]};
+        uint64_t right = operand_of<kDepth>(sh.ds, d0, 0);
+        float2 u[4][2];
+        const auto ask = [&] {
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              u[n][m] = float2{0, 0};
+              if (m ? i0 + 8 < last : i0 < last) u[n][m] = *reinterpret_cast<const float2*>(from + 8 * m * v_step + 8 * n);
+            }
+          from += 32;
+        };
+        ask();
+#pragma unroll 1
+        for (int p = 0; p < 2; ++p) {
+          float a[4][4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              a[n][2 * m] = as_operand(rest[m] * (factor[m] * u[n][m].x));
+              a[n][2 * m + 1] = as_operand(rest[m] * (factor[m] * u[n][m].y));
+            }
+          settle(a), settle(grads);
+          sm90::wgmma_begin();
+#pragma unroll
+          for (int n = 0; n < 4; ++n) wide_product(grads, a[n], behind<kDepth>(right, 8 * n));
+          sm90::wgmma_commit();
+          right += sizeof(Panel<kDepth>) / 16;
+          if (p == 0) ask();
+          sm90::wgmma_wait<0>();
+          settle(grads);
+        }
       }
       {
         float taken[8][4];
@@ -603,17 +631,22 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     sm90::wgmma_commit();
     if (of_columns) {
       // The same across, and those with queries
+      const float* from = &sh.dkk()[warp % 4 / 2][0][0];
+      uint64_t right = operand_of<kDepth>(sh.k_across, d0, 0);
 #pragma unroll 1
-      for (int which = 0; which < 2; ++which) {
-        const float* const from = &(which ? sh.dqk() : sh.dkk())[warp % 4 / 2][0][0];
-        const uint64_t right = operand_of<kDepth>(which ? sh.q_across : sh.k_across, d0, 0);
-        float a[8][4];
-        each_place([&](int n, int e, int, int) { a[n][e] = from[256 * n + across[e]]; });
+      for (int p = 0; p < 4; ++p) {
+        float a[4][4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) a[n][e] = from[256 * n + across[e]];
         settle(a);
         sm90::wgmma_begin();
 #pragma unroll
-        for (int n = 0; n < 8; ++n) wide_product(grads, a[n], behind<kDepth>(right, 8 * n));
+        for (int n = 0; n < 4; ++n) wide_product(grads, a[n], behind<kDepth>(right, 8 * n));
         sm90::wgmma_commit();
+        from += 1024, right += sizeof(Panel<kDepth>) / 16;
+        if (p == 1) from = &sh.dqk()[warp % 4 / 2][0][0], right = operand_of<kDepth>(sh.q_across, d0, 0);
         sm90::wgmma_wait<0>();
         settle(grads);
       }
