@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
   extern __shared__ __align__(16) unsigned char memory[];
   auto& sh = *reinterpret_cast<WideGradsShared<T>*>(memory + (1024 - sm90::shared_address(memory) % 1024) % 1024);
   enum { kEarlier = 1, kMultiplied = 2 };  // barriers
-  const int tid = threadIdx.x, lane = tid % 32, gid = lane / 4, tig = lane % 4, own = tid % 128;
+  const int tid = threadIdx.x, lane = tid % 32, gid = lane / 4, tig = lane % 4;
   const int warp = __shfl_sync(0xffffffffu, tid / 32, 0), part = warp / 4 % 2;
   const bool of_columns = warp < 8;
   const int first = 16 * (warp % 4), d0 = 64 * part;  // this warp's rows; its half of the keys' dims
@@ -168,9 +168,12 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
   expect_states(states_at), expect_rows(rows_at, values_at);
 
   // Of pairs of rows: keys times keys, and queries times keys. In memory of the thread's own: registers have no room.
-  float4 of_pairs[2][4];
-  float4* pairs = of_pairs[0];
-  asm volatile("" : "+l"(pairs));
+  float4 of_pairs[8];
+  const auto there_in_memory = [&] {
+    float4* at = of_pairs;
+    asm volatile("" : "+l"(at));
+    return at;
+  };
   {
     auto& keys = sh.keys();
     {
@@ -224,6 +227,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
           product<T>(qk[n], left[1], right[0], right[1]), product<T>(qk[n + 1], left[1], right[2], right[3]);
         }
       }
+      float4* const pairs = there_in_memory();
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         pairs[n] = float4{kk[n][0], kk[n][1], kk[n][2], kk[n][3]};
@@ -232,20 +236,11 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     }
     __syncthreads();
   }
-  // This thread's places in what lies across: (8 n + 2 tig + e % 2, first + gid + e / 2 * 8) at 256 n + across[e].
-  int across[4];
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const int r = 2 * tig + e % 2, of_row = warp % 2 * 4 + e / 2 * 2 + gid % 2;
-    across[e] = r * 32 + (of_row ^ r) * 4 + gid / 2;
-  }
-  // And in what lies along, of tile n, which is the eight at 2 n + part: (first + gid + 8 m, 2 tig + e) at
-  // n / 2 * 2048 + 256 m + along[n % 2][e].
-  int along[2][2];
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) along[n][e] = (first + gid) * 32 + ((4 * n + 2 * part + e) ^ gid) * 4 + tig;
+  // This thread's places in what lies across: (8 n + 2 tig + e % 2, first + gid + e / 2 * 8) at 256 n + across[e]. And in what
+  // lies along, of tile n, which is the eight at 2 n + part: (first + gid + 8 m, 2 tig + e) at n / 2 * 2048 + 256 m + along[n % 2][e].
+  int across[4], along[2][2];
+  int across_at = 2 * tig * 32 + ((warp % 2 * 4 + gid % 2) ^ (2 * tig)) * 4 + gid / 2;
+  int along_at = (first + gid) * 32 + ((2 * part) ^ gid) * 4 + tig;
   const float* const k_here = &sh.k_across[warp % 4 / 2][0][0];
   const float* const q_here = &sh.q_across[warp % 4 / 2][0][0];
   int i0 = first + gid, c0 = 8 * part + 2 * tig;  // the first row and column, or key, of this thread
@@ -253,9 +248,12 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
   float total[2] = {0.0f, 0.0f};                        // gradients of beta, or one of g, of a value head
   int thread = tid;
   const auto anew_all = [&] {
+    anew(across_at), anew(along_at), anew(i0), anew(c0), anew(thread);
+    across[0] = across_at, across[1] = (across_at ^ 4) + 32, across[2] = across[0] ^ 8, across[3] = across[1] ^ 8;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) anew(across[e]), anew(along[e / 2][e % 2]);
-    anew(i0), anew(c0), anew(thread);
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) along[n][e] = along_at ^ (16 * n + 4 * e);
   };
   int one = 0, split = 0;                               // order: value heads ascending, of each the columns' blocks ascending
 
@@ -341,21 +339,21 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     __syncthreads();
     if (turn && !of_columns) {
       // order: the gradient of g_i takes those of the sums from i to the last, in a tree
-      const int i = tid % 256 / 4, before = split ? split - 1 : splits - 1, from = i - tid % 4;
-      const float x = fold_chunk([&](int j) { return where_less(from, j - tid % 4 + 1, sh.sums[j]); });
+      const int i = thread % 256 / 4, before = split ? split - 1 : splits - 1, from = i - thread % 4;
+      const float x = fold_chunk([&](int j) { return where_less(from, j - thread % 4 + 1, sh.sums[j]); });
       total[0] = (before ? total[0] : 0.0f) + x;
-      if (split == 0 && tid % 4 == 0 && i < last) args.dg[int64_t(row + i) * args.hv + h - 1] = total[0];
+      if (split == 0 && thread % 4 == 0 && i < last) args.dg[int64_t(row + i) * args.hv + h - 1] = total[0];
     }
     if (!more) break;
     const bool ends = split + 1 == splits;
-    const int next_columns = ends ? args.dv_size - 64 * split : 64;  // a head's columns lie behind those of the one before
-    const int64_t states_next = states_at + (ends ? plane - 64 * split : 64), rows_next = rows_at + next_columns;
-    const int64_t values_next = values_at + (ends ? args.v_head - 64 * split : 64);
+    // To the next columns: a head's lie behind those of the one before
+    const auto step_of = [&](int64_t head) { return ends ? head - 64 * split : 64; };
     if (ends && one + 1 == group) {
       const int next = index + multiprocessors(), key_head = hk + next / gridDim.x;
       if (key_head < args.hk) expect_states((int64_t(next % gridDim.x) * args.hv + key_head * group) * plane);
     } else {
-      expect_states(states_next), expect_rows(rows_next, values_next);
+      expect_states(states_at + step_of(plane));
+      expect_rows(rows_at + step_of(args.dv_size), values_at + step_of(args.v_head));
     }
     anew_all();
     // Of this thread's first row, column 0 of the block's
@@ -446,7 +444,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       }
       // One has the gradients of beta, the other the sums of rows.
       const float4 of_beta = fold_second(left), of_rows = fold_second(ks);
-      mine = part ? of_rows : of_beta, sh.handed[1 - part][own] = part ? of_beta : of_rows;
+      mine = part ? of_rows : of_beta, sh.handed[1 - part][thread % 128] = part ? of_beta : of_rows;
     } else {
       float g[2], r_k[2], of_kk[4][4] = {}, of_qk[4][4] = {};
       int behind_key[2];  // column 0 of this thread's less its row, where there is one
@@ -476,6 +474,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       ask();
       {
         float* const to = &sh.earlier()[0][0][0];
+        const float4* const pairs = there_in_memory();
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const float4 four = pairs[n];
@@ -517,6 +516,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         settle(of_kk), settle(of_qk);
       }
       float kk[4][4], qk[4][4];
+      const float4* const pairs = there_in_memory();
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const float4 one_four = pairs[n], other = pairs[n + 4];
@@ -548,7 +548,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         }
       }
       mine = fold_second(of_kk);
-      if (part) sh.handed[2][own] = mine;
+      if (part) sh.handed[2][thread % 128] = mine;
     }
     written_for_products();
     __syncthreads();
@@ -556,7 +556,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     anew_all();
     float low, high;
     if (of_columns) {
-      fold_both(mine, sh.handed[part][own], low, high);
+      fold_both(mine, sh.handed[part][thread % 128], low, high);
       if (part) {
         if (tig == 0) sh.rows[i0] = low, sh.rows[i0 + 8] = high;
       } else {
@@ -651,18 +651,18 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         settle(grads);
       }
     } else {
-      const float of_column = fold_chunk([&](int i) { return sh.between[i * 72 + tid % 256 / 4]; });
-      if (tid % 4 == 0) sh.columns[tid % 256 / 4] = of_column;
+      const float of_column = fold_chunk([&](int i) { return sh.between[i * 72 + thread % 256 / 4]; });
+      if (thread % 4 == 0) sh.columns[thread % 256 / 4] = of_column;
       if (part == 0) {
-        fold_both(mine, sh.handed[2][own], low, high);
+        fold_both(mine, sh.handed[2][thread % 128], low, high);
         if (tig == 0) sh.sums[i0] = low, sh.sums[i0 + 8] = high;
       }
       sm90::wgmma_wait<0>();
       settle(grads);
     }
     each_place([&](int n, int e, int, int) { sum[n][e] = sum[n][e] + grads[n][e]; });
+    states_at += step_of(plane), rows_at += step_of(args.dv_size), values_at += step_of(args.v_head);
     one += ends, split = ends ? 0 : split + 1;
-    states_at = states_next, rows_at = rows_next, values_at = values_next;
     __syncthreads();
   }
 
