@@ -80,6 +80,25 @@ __device__ __forceinline__ float where_less(int a, int b, float x) {
   return y;
 }
 
+// What is read of rows, or zeros where there are none: no branches, and addresses are made once.
+__device__ __forceinline__ float2 load_two(const float* from, bool there) {
+  float2 two;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\n"
+      "@p ld.global.v2.f32 {%0, %1}, [%2];\n}"
+      : "=f"(two.x), "=f"(two.y)
+      : "l"(from), "r"(int(there)));
+  return two;
+}
+template <class T>
+__device__ __forceinline__ uint32_t load_bits(const T* from, bool there) {
+  uint32_t two;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.b32 %0, [%1];\n}"
+               : "=r"(two)
+               : "l"(from), "r"(int(there)));
+  return two;
+}
+
 // Eight neighbours, those from `halves`, 0 or 4, first; as put_eight has them, `at` two behind where it is 4; and across, at
 // places that are turned by it and, of every second two threads, by 2.
 __device__ __forceinline__ void load_halves(float (&to)[8], const float* from, int halves) {
@@ -128,7 +147,8 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
   auto& sh = *reinterpret_cast<WideGradsShared<T>*>(memory + (1024 - sm90::shared_address(memory) % 1024) % 1024);
   enum { kEarlier = 1, kMultiplied = 2 };  // barriers
   const int tid = threadIdx.x, lane = tid % 32, gid = lane / 4, tig = lane % 4;
-  const int warp = __shfl_sync(0xffffffffu, tid / 32, 0), part = warp / 4 % 2;
+  // The warp's own, in registers that all of it share
+  const int warp = __reduce_max_sync(0xffffffffu, tid / 32), part = warp / 4 % 2;
   const bool of_columns = warp < 8;
   const int first = 16 * (warp % 4), d0 = 64 * part;  // this warp's rows; its half of the keys' dims
   const int index = blockIdx.x, hk = blockIdx.y, group = args.hv / args.hk, splits = args.dv_size / 64;
@@ -144,7 +164,8 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     end = max(min(args.offsets[sequence + 1], args.tokens), begin);
     chunk = index - begin / kChunk - sequence;
   }
-  const int row = begin + chunk * kChunk, last = min(kChunk, end - row);
+  const int row = __reduce_max_sync(0xffffffffu, begin + chunk * kChunk);
+  const int last = __reduce_max_sync(0xffffffffu, min(kChunk, end - row));
   if (chunk < 0 || last <= 0) return;
 
   const int v_step = args.hv * args.dv_size, plane = kDepth * args.dv_size;
@@ -388,20 +409,19 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       float2 du[2][2];
       uint32_t d_bits[2][2], v_bits[2][2];
       const auto ask = [&](int n) {
+        int i = i0, c = c0;
+        anew(i), anew(c);
+        const float* const of_du = args.dus + rows_at + (i * v_step + c);
+        const T* const of_d = static_cast<const T*>(args.dout) + rows_at + (i * v_step + c);
+        const T* const of_v = static_cast<const T*>(args.v) + values_at + (i * args.v_row + c);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const int64_t at = here + (c0 + 16 * n + 8 * m * v_step);
-          const T* const of_v = static_cast<const T*>(args.v) + values_at + (i0 + 8 * m) * args.v_row + (c0 + 16 * n);
+        for (int m = 0; m < 2; ++m)
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
-            du[k][m] = float2{0, 0}, d_bits[k][m] = 0, v_bits[k][m] = 0;
-            if (there[m]) {
-              du[k][m] = *reinterpret_cast<const float2*>(args.dus + at + 16 * k);
-              d_bits[k][m] = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(args.dout) + at + 16 * k);
-              v_bits[k][m] = *reinterpret_cast<const uint32_t*>(of_v + 16 * k);
-            }
+            du[k][m] = load_two(of_du + 8 * m * v_step + 16 * (n + k), there[m]);
+            d_bits[k][m] = load_bits(of_d + 8 * m * v_step + 16 * (n + k), there[m]);
+            v_bits[k][m] = load_bits(of_v + 8 * m * args.v_row + 16 * (n + k), there[m]);
           }
-        }
       };
       ask(0);
       meet<kWideGradsThreads>(kEarlier);
@@ -463,11 +483,8 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         for (int m = 0; m < 2; ++m)
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
-            du[n][m] = float2{0, 0}, d_bits[n][m] = 0;
-            if (there[m]) {
-              du[n][m] = *reinterpret_cast<const float2*>(of_du + 8 * m * v_step + 8 * n);
-              d_bits[n][m] = *reinterpret_cast<const uint32_t*>(of_d + 8 * m * v_step + 8 * n);
-            }
+            du[n][m] = load_two(of_du + 8 * m * v_step + 8 * n, there[m]);
+            d_bits[n][m] = load_bits(of_d + 8 * m * v_step + 8 * n, there[m]);
           }
         of_du += 16, of_d += 16;
       };
@@ -578,10 +595,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
 #pragma unroll
           for (int n = 0; n < 4; ++n)
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-              u[n][m] = float2{0, 0};
-              if (m ? i0 + 8 < last : i0 < last) u[n][m] = *reinterpret_cast<const float2*>(from + 8 * m * v_step + 8 * n);
-            }
+            for (int m = 0; m < 2; ++m) u[n][m] = load_two(from + 8 * m * v_step + 8 * n, there[m]);
           from += 32;
         };
         ask();
