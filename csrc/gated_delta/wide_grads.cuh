@@ -268,9 +268,12 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
   float sum[8][4] = {};                                 // gradients before those of the norms: this warp's rows and dims
   float total[2] = {0.0f, 0.0f};                        // gradients of beta, or one of g, of a value head
   int thread = tid;
-  const auto anew_all = [&] {
-    anew(across_at), anew(along_at), anew(i0), anew(c0), anew(thread);
+  const auto make_across = [&] {
+    anew(across_at);
     across[0] = across_at, across[1] = (across_at ^ 4) + 32, across[2] = across[0] ^ 8, across[3] = across[1] ^ 8;
+  };
+  const auto make_along = [&] {
+    anew(along_at);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -280,7 +283,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
 
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
-    anew_all();
+    anew(thread);
     const bool more = one < group;
     const int h = hk * group + one;
     const Gates& gates = sh.gates[one % 2];
@@ -369,14 +372,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     const bool ends = split + 1 == splits;
     // To the next columns: a head's lie behind those of the one before
     const auto step_of = [&](int64_t head) { return ends ? head - 64 * split : 64; };
-    if (ends && one + 1 == group) {
-      const int next = index + multiprocessors(), key_head = hk + next / gridDim.x;
-      if (key_head < args.hk) expect_states((int64_t(next % gridDim.x) * args.hv + key_head * group) * plane);
-    } else {
-      expect_states(states_at + step_of(plane));
-      expect_rows(rows_at + step_of(args.dv_size), values_at + step_of(args.v_head));
-    }
-    anew_all();
+    anew(i0), anew(c0);
     // Of this thread's first row, column 0 of the block's
     const int64_t here = rows_at + i0 * v_step;
     const bool there[2] = {i0 < last, i0 + 8 < last};
@@ -385,6 +381,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     if (of_columns) {
       float ks[4][4] = {}, qs[4][4] = {}, left[4][4] = {};
       const uint64_t of_s = operand_of_second(sh.s_across, part);
+      make_across();
       // order: dims ascending
 #pragma unroll 1
       for (int p = 0; p < 4; ++p) {
@@ -432,6 +429,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       sm90::wgmma_wait<0>();
       settle(left);
       meet<kWideGradsThreads>(kMultiplied);
+      make_along();
       float* const to_k = &sh.by_k()[0][0][0];
       float* const to_q = &sh.by_q()[0][0][0];
 #pragma unroll
@@ -490,17 +488,18 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       };
       ask();
       {
-        float* const to = &sh.earlier()[0][0][0];
         const float4* const pairs = there_in_memory();
-#pragma unroll
+#pragma unroll 1
         for (int n = 0; n < 4; ++n) {
           const float4 four = pairs[n];
           const float kk[4] = {four.x, four.y, four.z, four.w};
           const float2 two = *reinterpret_cast<const float2*>(gates.g + c0 + 16 * n);
+          float* const to = &sh.earlier()[0][0][0] + n / 2 * 2048;
+          const int at = along_at ^ (n % 2 * 16);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const float x = as_operand(r_k[e / 2] * (exp_term(g[e / 2] - (e % 2 ? two.y : two.x)) * kk[e]));
-            to[n / 2 * 2048 + e / 2 * 256 + along[n % 2][e % 2]] = where_less(behind_key[e / 2], -16 * n - e % 2, x);
+            to[e / 2 * 256 + (at ^ (e % 2 * 4))] = where_less(behind_key[e / 2] + 16 * n, -(e % 2), x);
           }
         }
         written_for_products();
@@ -541,6 +540,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         qk[n][0] = other.x, qk[n][1] = other.y, qk[n][2] = other.z, qk[n][3] = other.w;
       }
       meet<kWideGradsThreads>(kMultiplied);
+      make_along();
       float* const to_kk = &sh.dkk()[0][0][0];
       float* const to_qk = &sh.dqk()[0][0][0];
 #pragma unroll
@@ -570,7 +570,15 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     written_for_products();
     __syncthreads();
 
-    anew_all();
+    // Not before: what is written for products would wait for what was asked for
+    if (ends && one + 1 == group) {
+      const int next = index + multiprocessors(), key_head = hk + next / gridDim.x;
+      if (key_head < args.hk) expect_states((int64_t(next % gridDim.x) * args.hv + key_head * group) * plane);
+    } else {
+      expect_states(states_at + step_of(plane));
+      expect_rows(rows_at + step_of(args.dv_size), values_at + step_of(args.v_head));
+    }
+    anew(i0), anew(thread);
     float low, high;
     if (of_columns) {
       fold_both(mine, sh.handed[part][thread % 128], low, high);
@@ -620,6 +628,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
           settle(grads);
         }
       }
+      make_across();
       {
         float taken[8][4];
         each_place([&](int n, int e, int, int) { taken[n][e] = k_here[32 * d0 + 256 * n + across[e]] * grads[n][e]; });
@@ -680,6 +689,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     __syncthreads();
   }
 
+  make_across();
   // What the norms leave of them: of each row, n (n dk) less, over both halves of the dims.
   const float* const r = of_columns ? sh.r_k : sh.r_q;
   const float* const x = (of_columns ? k_here : q_here) + 32 * d0;
