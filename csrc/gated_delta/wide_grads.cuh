@@ -117,15 +117,9 @@ __device__ __forceinline__ void put_across(float* panel, int turned, const float
   for (int c = 0; c < 8; ++c) panel[turned ^ (36 * c)] = pairs ? x[c ^ 2] : x[c];
 }
 
-// What fold_rows does among every second eight columns.
-__device__ __forceinline__ float4 fold_second(float (&d)[4][4]) {
-#pragma unroll
-  for (int width = 2; width; width /= 2)
-#pragma unroll
-    for (int n = 0; n < width; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) d[n][e] = d[n][e] + d[n + width][e];
-  return float4{d[0][0], d[0][1], d[0][2], d[0][3]};
+// What fold_rows does among every second eight columns, of one row.
+__device__ __forceinline__ float2 fold_second(const float (&d)[4][4]) {
+  return {(d[0][0] + d[2][0]) + (d[1][0] + d[3][0]), (d[0][1] + d[2][1]) + (d[1][1] + d[3][1])};
 }
 // And then, with those of the other ones.
 __device__ __forceinline__ void fold_both(float4 one, float4 other, float& low, float& high) {
@@ -189,7 +183,7 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
   expect_states(states_at), expect_rows(rows_at, values_at);
 
   // Of pairs of rows: keys times keys, and queries times keys. In memory of the thread's own: registers have no room.
-  float4 of_pairs[8];
+  float4 of_pairs[8];  // of two rows, keys and then queries, of four eights of keys
   const auto there_in_memory = [&] {
     float4* at = of_pairs;
     asm volatile("" : "+l"(at));
@@ -250,10 +244,12 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       }
       float4* const pairs = there_in_memory();
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        pairs[n] = float4{kk[n][0], kk[n][1], kk[n][2], kk[n][3]};
-        pairs[n + 4] = float4{qk[n][0], qk[n][1], qk[n][2], qk[n][3]};
-      }
+      for (int m = 0; m < 4; m += 2)
+#pragma unroll
+        for (int n = 0; n < 4; n += 2) {
+          pairs[2 * m + n / 2] = float4{kk[n][m], kk[n][m + 1], kk[n + 1][m], kk[n + 1][m + 1]};
+          pairs[2 * m + 2 + n / 2] = float4{qk[n][m], qk[n][m + 1], qk[n + 1][m], qk[n + 1][m + 1]};
+        }
     }
     __syncthreads();
   }
@@ -376,7 +372,10 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     // Of this thread's first row, column 0 of the block's
     const int64_t here = rows_at + i0 * v_step;
     const bool there[2] = {i0 < last, i0 + 8 < last};
+    int rows = 2;
+    anew(rows);  // else the compiler has no loop over two rows
     float4 mine;
+    uint32_t dv_bits[2][4];
     float grads[8][4];
     if (of_columns) {
       float ks[4][4] = {}, qs[4][4] = {}, left[4][4] = {};
@@ -402,25 +401,19 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         sm90::wgmma_wait<0>();
         settle(ks), settle(qs);
       }
-      // Rows of two of its eights, asked for while others are worked on
-      float2 du[2][2];
-      uint32_t d_bits[2][2], v_bits[2][2];
-      const auto ask = [&](int n) {
-        int i = i0, c = c0;
-        anew(i), anew(c);
-        const float* const of_du = args.dus + rows_at + (i * v_step + c);
-        const T* const of_d = static_cast<const T*>(args.dout) + rows_at + (i * v_step + c);
-        const T* const of_v = static_cast<const T*>(args.v) + values_at + (i * args.v_row + c);
+      // One of this thread's two rows, asked for while others work
+      float2 du[4];
+      uint32_t d_bits[4], v_bits[4];
+      const float* of_du = args.dus + here + c0;
+      const T* of_d = static_cast<const T*>(args.dout) + here + c0;
+      const T* of_v = static_cast<const T*>(args.v) + values_at + (i0 * args.v_row + c0);
+      const auto ask = [&](bool there) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            du[k][m] = load_two(of_du + 8 * m * v_step + 16 * (n + k), there[m]);
-            d_bits[k][m] = load_bits(of_d + 8 * m * v_step + 16 * (n + k), there[m]);
-            v_bits[k][m] = load_bits(of_v + 8 * m * args.v_row + 16 * (n + k), there[m]);
-          }
+        for (int n = 0; n < 4; ++n)
+          du[n] = load_two(of_du + 16 * n, there), d_bits[n] = load_bits(of_d + 16 * n, there), v_bits[n] = load_bits(of_v + 16 * n, there);
+        of_du += 8 * v_step, of_d += 8 * v_step, of_v += 8 * args.v_row;
       };
-      ask(0);
+      ask(there[0]);
       meet<kWideGradsThreads>(kEarlier);
       settle(left);
       sm90::wgmma_begin();
@@ -430,47 +423,48 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       settle(left);
       meet<kWideGradsThreads>(kMultiplied);
       make_along();
-      float* const to_k = &sh.by_k()[0][0][0];
-      float* const to_q = &sh.by_q()[0][0][0];
+      float* to_k = &sh.by_k()[0][0][0];
+      float* to_q = &sh.by_q()[0][0][0];
+      float2 of_beta[2], of_rows[2];  // of both rows
+      // By a loop, for which the second row's take the first one's place: it is to have room in the cache of instructions
+#pragma unroll 1
+      for (int m = 0; m < rows; ++m) {
+        if (m) {
+          ask(there[1]);
 #pragma unroll
-      for (int n0 = 0; n0 < 4; n0 += 2) {
+          for (int n = 0; n < 4; ++n)
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const int i = i0 + 8 * m;
-          const float beta = gates.beta[i], decay = gates.decay[i], r = sh.r_k[i];
-          const float f = -(decay * r), fx = (beta * decay) * r, fy = decay * sh.r_q[i];
-          T* const to_v = static_cast<T*>(args.dv) + here + (c0 + 8 * m * v_step);
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            const int n = n0 + k;
-            const float2 dout = widen_two<T>(d_bits[k][m]), value = widen_two<T>(v_bits[k][m]);
-            T two[2];
-#pragma unroll
-            for (int e2 = 0; e2 < 2; ++e2) {
-              const int e = 2 * m + e2, at = n / 2 * 2048 + 256 * m + along[n % 2][e2];
-              const float u = e2 ? du[k][m].y : du[k][m].x, d = args.scale * (e2 ? dout.y : dout.x);
-              const float x = -(fx * u), y = fy * d;
-              left[n][e] = u * (fmaf(f, ks[n][e], e2 ? value.y : value.x) - (left[n][e] + 0.0f));
-              ks[n][e] = x * ks[n][e] + y * qs[n][e];
-              to_k[at] = as_operand(x), to_q[at] = as_operand(y);
-              narrow(two[e2], beta * u);
-            }
-            if (there[m]) *reinterpret_cast<uint32_t*>(to_v + 16 * n) = *reinterpret_cast<uint32_t*>(two);
-          }
+            for (int e = 0; e < 2; ++e) ks[n][e] = ks[n][2 + e], qs[n][e] = qs[n][2 + e], left[n][e] = left[n][2 + e];
         }
-        if (n0 == 0) ask(2);
+        const int i = i0 + 8 * m;
+        const float beta = gates.beta[i], decay = gates.decay[i], r = sh.r_k[i];
+        const float f = -(decay * r), fx = (beta * decay) * r, fy = decay * sh.r_q[i];
+        of_beta[0] = of_beta[1], of_rows[0] = of_rows[1];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float2 dout = widen_two<T>(d_bits[n]), value = widen_two<T>(v_bits[n]);
+          T two[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int at = n / 2 * 2048 + along[n % 2][e];
+            const float u = e ? du[n].y : du[n].x, d = args.scale * (e ? dout.y : dout.x);
+            const float x = -(fx * u), y = fy * d;
+            left[n][e] = u * (fmaf(f, ks[n][e], e ? value.y : value.x) - (left[n][e] + 0.0f));
+            ks[n][e] = x * ks[n][e] + y * qs[n][e];
+            to_k[at] = as_operand(x), to_q[at] = as_operand(y);
+            narrow(two[e], beta * u);
+          }
+          dv_bits[0][n] = dv_bits[1][n], dv_bits[1][n] = *reinterpret_cast<uint32_t*>(two);
+        }
+        of_beta[1] = fold_second(left), of_rows[1] = fold_second(ks);
+        to_k += 256, to_q += 256;
       }
       // One has the gradients of beta, the other the sums of rows.
-      const float4 of_beta = fold_second(left), of_rows = fold_second(ks);
-      mine = part ? of_rows : of_beta, sh.handed[1 - part][thread % 128] = part ? of_beta : of_rows;
+      const float4 beta_four{of_beta[0].x, of_beta[0].y, of_beta[1].x, of_beta[1].y};
+      const float4 rows_four{of_rows[0].x, of_rows[0].y, of_rows[1].x, of_rows[1].y};
+      mine = part ? rows_four : beta_four, sh.handed[1 - part][thread % 128] = part ? beta_four : rows_four;
     } else {
-      float g[2], r_k[2], of_kk[4][4] = {}, of_qk[4][4] = {};
-      int behind_key[2];  // column 0 of this thread's less its row, where there is one
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        g[m] = gates.g[i0 + 8 * m], r_k[m] = sh.r_k[i0 + 8 * m];
-        behind_key[m] = there[m] ? c0 - i0 - 8 * m : kChunk;
-      }
+      float of_kk[4][4] = {}, of_qk[4][4] = {};
       // Two eights of columns at a time, asked for while others are multiplied
       const float* of_du = args.dus + here + 2 * tig;
       const T* of_d = static_cast<const T*>(args.dout) + here + 2 * tig;
@@ -488,19 +482,24 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
       };
       ask();
       {
-        const float4* const pairs = there_in_memory();
+        make_along();
+        const float4* pairs = there_in_memory();
+        float* to = &sh.earlier()[0][0][0];
 #pragma unroll 1
-        for (int n = 0; n < 4; ++n) {
-          const float4 four = pairs[n];
-          const float kk[4] = {four.x, four.y, four.z, four.w};
-          const float2 two = *reinterpret_cast<const float2*>(gates.g + c0 + 16 * n);
-          float* const to = &sh.earlier()[0][0][0] + n / 2 * 2048;
-          const int at = along_at ^ (n % 2 * 16);
+        for (int m = 0; m < 2; ++m) {
+          const float g = gates.g[i0 + 8 * m], r = sh.r_k[i0 + 8 * m];
+          const int behind_key = i0 + 8 * m < last ? c0 - i0 - 8 * m : kChunk;  // column 0 of this thread's less its row, if any
+          const float4 fours[2] = {pairs[0], pairs[1]};
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float x = as_operand(r_k[e / 2] * (exp_term(g[e / 2] - (e % 2 ? two.y : two.x)) * kk[e]));
-            to[e / 2 * 256 + (at ^ (e % 2 * 4))] = where_less(behind_key[e / 2] + 16 * n, -(e % 2), x);
+          for (int n = 0; n < 4; ++n) {
+            const float2 two = *reinterpret_cast<const float2*>(gates.g + c0 + 16 * n);
+            const float4 four = fours[n / 2];
+            const float x = as_operand(r * (exp_term(g - two.x) * (n % 2 ? four.z : four.x)));
+            const float y = as_operand(r * (exp_term(g - two.y) * (n % 2 ? four.w : four.y)));
+            to[n / 2 * 2048 + along[n % 2][0]] = where_less(behind_key, -16 * n, x);
+            to[n / 2 * 2048 + along[n % 2][1]] = where_less(behind_key, -16 * n - 1, y);
           }
+          pairs += 4, to += 256;
         }
         written_for_products();
         arrive<kWideGradsThreads>(kEarlier);
@@ -531,40 +530,50 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
         sm90::wgmma_wait<0>();
         settle(of_kk), settle(of_qk);
       }
-      float kk[4][4], qk[4][4];
-      const float4* const pairs = there_in_memory();
+      const float4* pairs = there_in_memory();
+      float4 fours[4];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float4 one_four = pairs[n], other = pairs[n + 4];
-        kk[n][0] = one_four.x, kk[n][1] = one_four.y, kk[n][2] = one_four.z, kk[n][3] = one_four.w;
-        qk[n][0] = other.x, qk[n][1] = other.y, qk[n][2] = other.z, qk[n][3] = other.w;
-      }
+      for (int n = 0; n < 4; ++n) fours[n] = pairs[n];
       meet<kWideGradsThreads>(kMultiplied);
       make_along();
-      float* const to_kk = &sh.dkk()[0][0][0];
-      float* const to_qk = &sh.dqk()[0][0][0];
+      float* to_kk = &sh.dkk()[0][0][0];
+      float* to_qk = &sh.dqk()[0][0][0];
+      float2 of_sums[2];
+#pragma unroll 1
+      for (int m = 0; m < rows; ++m) {
+        if (m) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const int i = i0 + 8 * m;
-        const float of_k = -(gates.beta[i] * r_k[m]), of_q = sh.r_q[i];
-        const int less = c0 - i;
+          for (int n = 0; n < 4; ++n) {
+            fours[n] = pairs[4 + n];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) of_kk[n][e] = of_kk[n][2 + e], of_qk[n][e] = of_qk[n][2 + e];
+          }
+        }
+        const int i = i0 + 8 * m, less = c0 - i, behind_key = i < last ? less : kChunk;
+        const float g = gates.g[i], of_k = -(gates.beta[i] * sh.r_k[i]), of_q = sh.r_q[i];
+        of_sums[0] = of_sums[1];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           const int j = c0 + 16 * n;
           const float2 two = *reinterpret_cast<const float2*>(gates.g + j);
+          const float4 kk = fours[n / 2], qk = fours[2 + n / 2];
 #pragma unroll
-          for (int e2 = 0; e2 < 2; ++e2) {
-            const int e = 2 * m + e2, at = n / 2 * 2048 + 256 * m + along[n % 2][e2];
-            const float decay = exp_term(g[m] - (e2 ? two.y : two.x));
-            const float x = where_less(behind_key[m], -16 * n - e2, of_k * (decay * of_kk[n][e]));
-            const float y = where_less(behind_key[m], 1 - 16 * n - e2, of_q * (decay * of_qk[n][e]));
-            of_kk[n][e] = where_less(less, -16 * n - e2, x * kk[n][e] + y * qk[n][e]);
+          for (int e = 0; e < 2; ++e) {
+            const int at = n / 2 * 2048 + along[n % 2][e];
+            const float decay = exp_term(g - (e ? two.y : two.x));
+            const float x = where_less(behind_key, -16 * n - e, of_k * (decay * of_kk[n][e]));
+            const float y = where_less(behind_key, 1 - 16 * n - e, of_q * (decay * of_qk[n][e]));
+            const float one_kk = e ? (n % 2 ? kk.w : kk.y) : (n % 2 ? kk.z : kk.x);
+            const float one_qk = e ? (n % 2 ? qk.w : qk.y) : (n % 2 ? qk.z : qk.x);
+            of_kk[n][e] = where_less(less, -16 * n - e, x * one_kk + y * one_qk);
             to_kk[at] = as_operand(x), to_qk[at] = as_operand(y);
           }
-          *reinterpret_cast<float2*>(sh.between + i * 72 + j) = float2{of_kk[n][2 * m], of_kk[n][2 * m + 1]};
+          *reinterpret_cast<float2*>(sh.between + i * 72 + j) = float2{of_kk[n][0], of_kk[n][1]};
         }
+        of_sums[1] = fold_second(of_kk);
+        to_kk += 256, to_qk += 256;
       }
-      mine = fold_second(of_kk);
+      mine = float4{of_sums[0].x, of_sums[0].y, of_sums[1].x, of_sums[1].y};
       if (part) sh.handed[2][thread % 128] = mine;
     }
     written_for_products();
@@ -581,6 +590,13 @@ __global__ void __launch_bounds__(kWideGradsThreads, 1) wide_grads_kernel(const 
     anew(i0), anew(thread);
     float low, high;
     if (of_columns) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        T* const to = static_cast<T*>(args.dv) + here + (c0 + 8 * m * v_step);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          if (there[m]) *reinterpret_cast<uint32_t*>(to + 16 * n) = dv_bits[m][n];
+      }
       fold_both(mine, sh.handed[part][thread % 128], low, high);
       if (part) {
         if (tig == 0) sh.rows[i0] = low, sh.rows[i0 + 8] = high;
