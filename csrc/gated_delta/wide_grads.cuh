@@ -5,6 +5,8 @@
 // Then the former have the gradients of k, the latter those of q, each half of the dims, and keep them in registers.
 // What one warpgroup makes and others multiply lies in shared memory as it is multiplied. All loops together have room
 // in the cache of instructions.
+//
+// More than 600 lines in one file because it is one kernel: what a warpgroup makes lies where others multiply it.
 #pragma once
 #include "gated_delta/grads.cuh"
 #include "gated_delta/warpgroup.cuh"
