@@ -9,6 +9,7 @@
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
 #include "gated_delta/wide.cuh"
+#include "gated_delta/wide_grads.cuh"
 #include "gated_delta/wide_scan.cuh"
 
 namespace vx {
@@ -84,10 +85,11 @@ void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_p
   if (!is_prepared) prepare<T>(args, prepared, device, stream);
   constexpr int kScan = sizeof(delta::ScanShared<T>), kGrads = delta::kGradsBytes<T>;
   static_assert(kScan <= 227 << 10 && kGrads <= 227 << 10);
-  static std::atomic<uint64_t> scan_allowed{0}, wide_allowed{0}, grads_allowed{0};
+  static std::atomic<uint64_t> scan_allowed{0}, wide_allowed{0}, grads_allowed{0}, wide_grads_allowed{0};
   allow_shared_memory(delta::scan_kernel<T>, kScan, device, scan_allowed);
   allow_shared_memory(delta::wide_scan_kernel<T>, delta::kWideScanBytes<T>, device, wide_allowed);
   allow_shared_memory(delta::grads_kernel<T>, kGrads, device, grads_allowed);
+  allow_shared_memory(delta::wide_grads_kernel<T>, delta::kWideGradsBytes<T>, device, wide_grads_allowed);
   const dim3 columns(unsigned(args.hv * (args.dv_size / delta::kColumns)), unsigned(args.sequences));
   if (wide) {
     delta::wide_scan_kernel<T><<<columns, delta::kWideThreads, delta::kWideScanBytes<T>, stream>>>(args, prepared);
@@ -97,8 +99,14 @@ void launch(const GatedDeltaBackward& args, delta::Prepared* prepared, bool is_p
     VX_CUDA_CHECK(cudaGetLastError());
   }
   if (args.tokens == 0) return;
-  delta::grads_kernel<T><<<dim3(unsigned(chunks), unsigned(args.hk)), kBackwardThreads, kGrads, stream>>>(args);
-  VX_CUDA_CHECK(cudaGetLastError());
+  const dim3 heads(unsigned(chunks), unsigned(args.hk));
+  if (wide) {
+    delta::wide_grads_kernel<T><<<heads, delta::kWideGradsThreads, delta::kWideGradsBytes<T>, stream>>>(args);
+    VX_CUDA_CHECK(cudaGetLastError());
+  } else {
+    delta::grads_kernel<T><<<heads, kBackwardThreads, kGrads, stream>>>(args);
+    VX_CUDA_CHECK(cudaGetLastError());
+  }
 }
 
 void check_rows(const Tensor& t, const char* name, int64_t rows, int64_t heads, int64_t d, ScalarType dtype) {

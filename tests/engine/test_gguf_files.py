@@ -1,4 +1,5 @@
-"""GGUF files that are no model, or hold more than their header says: refused before anything is made of them."""
+"""GGUF files that are no model, or hold more than their header says: refused before anything is made of them. And that a
+file is read once."""
 
 import struct
 
@@ -44,3 +45,27 @@ def test_gguf_whose_header_counts_a_tensor_fewer(tmp_path):
         (tmp_path / "m.gguf").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"m.gguf: \d+ bytes of it, not zeros, are of none of the \d+ tensors"):
             load(tmp_path / "m.gguf")
+
+
+def test_gguf_is_read_once(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
+    write_gguf(tmp_path / "m.gguf", model)
+    made = []
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        own = getattr(gguf, name)
+        monkeypatch.setattr(gguf, name, lambda *of, own=own, name=name: made.append((name, *of)) or own(*of))
+    for changed in (False, True):
+        before = gguf.GGUFReader, gguf.get_tensor_name_map
+        found = load(tmp_path, dtype="float32")
+        assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
+        assert len(made) == len(set(made)) >= 2  # of a file, and of an architecture's layers
+        assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+        made.clear()
+        if not changed:  # another file of the same name is another one
+            model = build("Llama", torch.float32, vocab_size=261, head_dim=12, seed=1)
+            write_gguf(tmp_path / "m.gguf", model)
+    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:900])
+    with pytest.raises(ValueError):
+        load(tmp_path, dtype="float32")
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before

@@ -153,30 +153,6 @@ def test_gguf(tmp_path, capfd):
     assert capfd.readouterr().err == ""  # no bars where there is no terminal
 
 
-def test_gguf_is_read_once(tmp_path, monkeypatch):
-    gguf = pytest.importorskip("gguf")
-    model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
-    write_gguf(tmp_path / "m.gguf", model)
-    made = []
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        own = getattr(gguf, name)
-        monkeypatch.setattr(gguf, name, lambda *of, own=own, name=name: made.append((name, *of)) or own(*of))
-    for changed in (False, True):
-        before = gguf.GGUFReader, gguf.get_tensor_name_map
-        found = load(tmp_path, dtype="float32")
-        assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), model.parameters()))
-        assert len(made) == len(set(made)) >= 2  # of a file, and of an architecture's layers
-        assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
-        made.clear()
-        if not changed:  # another file of the same name is another one
-            model = build("Llama", torch.float32, vocab_size=261, head_dim=12, seed=1)
-            write_gguf(tmp_path / "m.gguf", model)
-    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:900])
-    with pytest.raises(ValueError):
-        load(tmp_path, dtype="float32")
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
-
-
 def test_gguf_of_several_ends(tmp_path):
     model = build("Llama", torch.float32, vocab_size=261, head_dim=12)
     write_gguf(tmp_path / "m.gguf", model, more=lambda w: (w.add_eot_token_id(7), w.add_eom_token_id(9)))

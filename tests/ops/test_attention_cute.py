@@ -18,7 +18,7 @@ COMPILERS = ("cutlass", "quack", "flash_attn", "sympy", "torch._dynamo", "torch.
 PROBE = """
 import sys
 from vexact_ops.attention import cute
-assert cute.cute_backward.tiles(128, True).rows == 64
+assert cute.cute_backward.tiles(128, 128, True).rows == 64
 cute.unavailable()
 print([name for name in {names} if name in sys.modules])
 """
@@ -144,10 +144,10 @@ def test_where_no_library_is_had_the_object_is_kept(what, stack, tmp_path, monke
     assert not ask()[1] and len(asked) == 1 and not cute_objects.kept("v1")
 
 
-def test_the_tiles_are_flash_attn_s_own():
+def test_the_tiles_are_those_that_kernels_are_compiled_of():
     pytest.importorskip("flash_attn.cute.interface")
     from vexact_ops.attention import cute_backward, cute_backward_kernel
 
     for d, dv in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
         for causal in (True, False):
-            cute_backward_kernel.config(d, dv, causal, (cute_backward.tiles(d, causal), cute_backward.SEARCHED))
+            cute_backward_kernel.config(d, dv, causal, (cute_backward.tiles(d, dv, causal), cute_backward.SEARCHED))

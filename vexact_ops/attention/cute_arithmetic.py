@@ -1,6 +1,6 @@
 """Arithmetic of the CuTe kernels, as single instructions."""
 
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -30,6 +30,26 @@ def mul(a, b, *, loc=None, ip=None):
 @dsl_user_op
 def add(a, b, *, loc=None, ip=None):
     return _asm("add.rn.f32 $0, $1, $2;", a, b)
+
+
+@dsl_user_op
+def moved(a, zero, *, loc=None, ip=None):
+    """a, of a product of matrices, in another register: before one of a product is read, the assembler waits for all
+    products under way if it has lost sight, behind a loop's end, of which these are.
+
+    zero    0, which must not be known when this is compiled
+    """
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(a).ir_value(), Int32(zero).ir_value()],
+            "xor.b32 $0, $1, $2;",
+            "=f,f,r",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
 
 
 @dsl_user_op

@@ -1,11 +1,12 @@
 """flash-attn-4's backward on packed sequences, in an order of our own, which is repeatable and costs nothing.
 
-A thread block takes 128 keys of one head of keys and goes through the blocks of queries that see them, from the last to
-the first, each for all the heads that share these keys. So dk and dv are sums in registers (order: blocks of queries
-descending, heads ascending), written once; nothing is added up in memory, zeroed before or converted behind. dq is
-added up in memory, a block of queries of a head at a time (order: blocks of keys ascending): whose turn it is is
-counted. Blocks of the first keys, which most queries see, begin first and are ahead of those that wait for them, since
-all take the queries at the same pace.
+A thread block takes 128 keys of one head of keys (64 where heads are wide) and goes through the blocks of queries that
+see them, from the last to the first, each for all the heads that share these keys. So dk and dv are sums in registers
+(order: blocks of queries descending, heads ascending), written once; nothing is added up in memory, zeroed before or
+converted behind. dq is added up in memory, a block of queries of a head at a time (order: blocks of keys ascending):
+whose turn it is is counted. Blocks of the first keys, which most queries see, begin first and are ahead of those that
+wait for them, since all take the queries at the same pace. To see that it is one's turn, and that what was added is in
+memory before the next one's, may take longer than the products of a block: several warps do it, of a block each.
 
 What its rows are given beside comes from flash-attn-4's own kernel before it, or from one of ours with that one's bytes
 (triton_prepare.py), whichever is faster.
@@ -27,6 +28,7 @@ from . import cute_objects, triton_prepare
 
 THEIRS = "flash-attn-4"
 OURS = {"triton": False, "triton, fused": True}  # the compiler of theirs may fuse a product with its sum, or not
+WIDE = 256  # heads of which flash-attn-4 takes blocks of 48 keys
 SEARCHED = 256  # sequences from which on flash-attn-4 is told of each where its blocks begin: more than these
 
 
@@ -38,6 +40,7 @@ class Tiles(NamedTuple):
     threads         that convert dq
     atoms, swapped  of the product that dq is
     multiple        what a width of dq's sums is a multiple of
+    wide            whether blocks of keys and the loop over queries are not flash-attn-4's
     """
 
     rows: int
@@ -46,10 +49,13 @@ class Tiles(NamedTuple):
     atoms: int
     swapped: bool
     multiple: int
+    wide: bool = False
 
 
-def tiles(d: int, causal: bool) -> Tiles:
-    """For heads of these widths, of the keys, without a window."""
+def tiles(d: int, dv: int, causal: bool) -> Tiles:
+    """For heads of these widths without a window."""
+    if d == dv == WIDE:
+        return Tiles(64, 64, 256, 1, False, 32, wide=True)
     if d <= 64:
         return Tiles(128, 128, 256, 2, False, 32)
     if d <= 96:
@@ -127,7 +133,7 @@ def _rooms(rows: int, d: int, multiple: int, tokens: int, heads: int, sequences:
 
 
 def prepared_by(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal: bool) -> Decision:
-    rows = tiles(d, causal).rows
+    rows = tiles(d, dv, causal).rows
     if dv not in triton_prepare.WIDTHS or rows & (rows - 1):
         return canonical_by_rule(THEIRS, "ours takes values of other widths, and blocks of a power of two rows")
     return _preparing(device, dtype, d, dv, causal)
@@ -135,7 +141,7 @@ def prepared_by(device: torch.device, dtype: torch.dtype, d: int, dv: int, causa
 
 @decided
 def _preparing(device: torch.device, dtype: torch.dtype, d: int, dv: int, causal: bool) -> Proposal:
-    rows, multiple = (tile := tiles(d, causal)).rows, tile.multiple
+    rows, multiple = (tile := tiles(d, dv, causal)).rows, tile.multiple
 
     def run(name: str) -> Callable:
         def call(out, dout, lse, cu):
@@ -198,7 +204,7 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    tile = tiles(d, causal)
+    tile = tiles(d, dv_width, causal)
     rows, multiple = tile.rows, tile.multiple
     where, blocks = _rooms(rows, d, multiple, tokens, heads, len(cu_seqlens) - 1, device)
     lse_2, dpsum, sums = where
