@@ -92,6 +92,8 @@ def about_this_process(x: Tensor, w: Tensor) -> None:
     vx.synchronize(vx.cuda_stream().device)
     peers: vx.Peers = vx.Peers(0, 2, torch.device("cuda", 0), lambda mine: [mine, mine], limit=3.0)
     joined: Tensor = peers.gather(torch.ones(2, 4))
+    joined = peers.gather(joined, packed=True)
+    assert_type(peers.race(rounds=3), dict[int, tuple[float, float]])
     joined = vx.linear_awaited(joined, joined)
     sent: Tensor | vx.Sent = vx.linear_send(joined, joined, None, peers)
     sent = vx.linear_gather_send(sent, joined, None, peers)

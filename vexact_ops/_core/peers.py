@@ -174,7 +174,7 @@ class Peers:
         size = min((rows * row).bit_length(), _RACED[-1])
         return size in self._packed and row % _UNIT == 0
 
-    def race(self) -> dict[int, tuple[float, float]]:
+    def race(self, rounds: int = 7) -> dict[int, tuple[float, float]]:
         """From now on each gather takes the kernel that is faster for so many bytes. By all ranks, outside of graphs.
 
         returns  by the least bytes of a class, microseconds without packed lines and with them, the slowest rank's
@@ -184,7 +184,7 @@ class Peers:
             x = torch.zeros(16, 1 << size - 5, dtype=torch.uint8, device=self.device)
             calls = min(48, max(4, (1 << 25) >> size))
             rivals = [[lambda x=x, by=by: self.gather(x, packed=by)] * calls for by in (False, True)]
-            for time in race_on_gpu(rivals, rounds=7, finalists=0):  # finals would not be alike on all ranks
+            for time in race_on_gpu(rivals, rounds, finalists=0):  # finals would not be alike on all ranks
                 if isinstance(time, Exception):
                     raise time
                 took.append(time)
