@@ -76,7 +76,7 @@ print(json.dumps({
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("start")
     group.add_argument("--recipe", action="store_true", help="the first step of `vexact recipe grpo` (an engine)")
-    group.add_argument("--caches", metavar="DIR", help="of --recipe: keep them there, and start warm where they are")
+    group.add_argument("--caches", metavar="DIR", help="of --recipe: keep them there, and start warm there (nowhere)")
     group.add_argument("--record", action="store_true", help="keep what was chosen, as data of the library (measure)")
 
 
