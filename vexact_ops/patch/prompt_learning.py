@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .holders import modules_around
+from .instances import instances
 
 if TYPE_CHECKING:
     from .state import Patch
@@ -22,8 +22,10 @@ def check(patch: "Patch", op: str) -> None:
     if sys.getrefcount(embedding) in patch.unprompted:
         return
     found = False
-    for wrapper in modules_around(patch.model):
-        if not isinstance(wrapper, peft.PeftModel) or "prompt_encoder" not in wrapper._modules:
+    for wrapper in instances(peft.PeftModel):
+        if "prompt_encoder" not in wrapper._modules:
+            continue
+        if all(module is not patch.model for module in wrapper.base_model.modules()):
             continue
         found = True
         if getattr(wrapper.forward, "__self__", wrapper) is wrapper:  # the model's own is there once they are disabled

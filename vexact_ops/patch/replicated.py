@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from .holders import modules_around
+from .instances import instances
 
 if TYPE_CHECKING:
     from .state import Patch
@@ -23,8 +23,8 @@ def check(patch: "Patch", op: str) -> None:
     parameter = next((p for p in patch.model.parameters() if p.requires_grad), None)
     if parameter is None or sys.getrefcount(parameter) in patch.holders:
         return
-    for wrapper in modules_around(patch.model):
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
+    for wrapper in instances(DistributedDataParallel):
+        if wrapper.require_backward_grad_sync and any(module is patch.model for module in wrapper.modules()):
             raise RuntimeError(
                 f"{op}: the model is in DistributedDataParallel, which adds up gradients of its own forwards alone: "
                 "call it with vexact_score=vexact_ops.patch.Score(...), or this under torch.no_grad() or no_sync()"
