@@ -4,8 +4,9 @@ Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh, and w
 chunk's start), whole sequences (whole.cuh or wide.cuh) and the backward (scan.cuh or wide_scan.cuh, grads.cuh) are
 proposed each for itself, and verified byte for byte against the Triton kernels, and what they leave in slots (contract:
 verify, then trust). How many columns of a head a block of chunks takes is raced, and which kernel goes through
-sequences, forward and backward, once for few blocks and once for more than the GPU runs at once; the kernel of chunks
-is a candidate for whole sequences too. So is whether blocks of single rows ask the L2 cache for what later ones read.
+sequences, forward and backward, once for few blocks and once for more than the GPU runs at once, and of chunks once
+more for those beside many single rows; the kernel of chunks is a candidate for whole sequences too. So is whether
+blocks of single rows ask the L2 cache for what later ones read.
 """
 
 import functools
