@@ -29,6 +29,7 @@ from pathlib import Path
 from vexact_ops._core import choices
 
 from .harness import ROOT, environment
+from .output import Refused
 
 ROWS, TRAINING_ROWS = 512, 8192
 ANSWERS = {"cpu": (1, 2, 4), "cuda": (16, 16, 128)}  # of a step of the recipe: prompts, samples, tokens
@@ -76,7 +77,7 @@ print(json.dumps({
 def options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("start")
     group.add_argument("--recipe", action="store_true", help="the first step of `vexact recipe grpo` (an engine)")
-    group.add_argument("--caches", metavar="DIR", help="of --recipe: keep them there, and start warm where they are")
+    group.add_argument("--caches", metavar="DIR", help="of --recipe: keep them there, and start warm there (nowhere)")
     group.add_argument("--record", action="store_true", help="keep what was chosen, as data of the library (measure)")
 
 
@@ -84,6 +85,8 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
     """Three records per shape: `all timed` and `as shipped`, with caches of verdicts and kernels that are empty, and
     `warm`. With --record one, but of the recipe the last two as ever. compilers_s: of Triton's `compiled` kernels, each
     by itself: many compile at a time."""
+    if args.caches and not args.recipe:
+        raise Refused(f"--caches: got {args.caches}, expected --recipe beside it: others start with empty ones each")
     for shape in args.shape.split(","):
         if args.recipe:
             with _caches(args.caches) as caches, tempfile.TemporaryDirectory() as noted:

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import __main__ as bench
 from benchmarks import start
+from benchmarks.output import Refused
 
 
 @pytest.mark.process
@@ -29,6 +30,9 @@ def test_the_first_step_of_the_recipe(tmp_path):
     (tmp_path / "kept/vexact/kernels/one.so").touch()
     (warm,) = start.run(args)
     assert warm["case"].endswith("warm") and (tmp_path / "kept/vexact/kernels/one.so").exists()
-    args.shape = str(tmp_path / "nowhere")
+    args.recipe = False
+    with pytest.raises(Refused, match=r"--caches: .* expected --recipe"):
+        next(start.run(args))
+    args.recipe, args.shape = True, str(tmp_path / "nowhere")
     with pytest.raises(RuntimeError, match=r"(?s)start: recipe grpo: exit code [1-9].*nowhere"):
         next(start.run(args))

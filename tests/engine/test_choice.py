@@ -202,8 +202,8 @@ def test_rows_are_for_whoever_is_furthest_behind(drafted, most):
         ended = drafts._Rows(found, most, together=True).right
     assert len(ended) == min(most, sum(draft.length for draft in found))
     given_most = itertools.accumulate(sorted(rows.chances, reverse=True))
-    worth = [0.6 * max(own, 0.6 * tokens) + 0.4 * tokens for own, tokens in zip(ended, given_most)]
-    assert rows.right == pytest.approx(worth), "for the one furthest behind, and for any"
+    worth = [(1 - 0.4) * max(own, 0.6 * tokens) + 0.4 * tokens for own, tokens in zip(ended, given_most)]
+    assert rows.right == worth, "for the one furthest behind, and for any"
     steps = []  # of each sequence with so many rows in each step
     for draft in found:
         reach = itertools.accumulate(draft.chance**count for count in range(draft.length + 1))

@@ -1,5 +1,5 @@
-"""GGUF files that are no model, or hold more than their header says: refused before anything is made of them. And that a
-file is read once."""
+"""GGUF files that are no model, or hold more than their header says: refused before anything is made of them. And one
+that is loaded is read once."""
 
 import struct
 

@@ -3,6 +3,7 @@ again, and that whatever dies is named and leaves nothing behind."""
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -324,6 +325,18 @@ def test_answers_of_the_epoch_before_are_drafted(models, tmp_path):
     )  # how many, times of steps say
     report.plot(str(tmp_path / "run.svg"), "drafts", runs[1])
     assert "tokens of an answer a step" in (tmp_path / "run.svg").read_text()
+
+
+def test_what_a_picture_says_makes_no_column_wider(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    kept, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args: kept.append(figure) or save(figure, *args))
+    (stock,) = report.read([str(ROOT / "benchmarks/results/long_run_spell_backward_stock.jsonl.gz")])
+    report.plot(str(tmp_path / "run.png"), "long", {"of a name that makes its line as long as two panels": stock.run})
+    lefts = sorted({axis.get_position().x0 for axis in kept[0].axes})
+    apart = [b - a for a, b in itertools.pairwise(lefts)]
+    assert len(lefts) > 3 and max(apart) < 1.2 * min(apart), lefts
 
 
 def test_two_ranks_have_the_same_bytes_too(models):

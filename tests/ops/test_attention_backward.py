@@ -29,7 +29,7 @@ def gradients(monkeypatch, tmp_path):
         shutil.rmtree(tmp_path / "kernels", ignore_errors=True)
         q, k, v = attention_inputs(LENGTHS, 4, 2, d, d, seed=3, dtype=torch.bfloat16, device="cuda")
         out, dout = (tricky(*q.shape, seed=i, dtype=torch.bfloat16, device="cuda") for i in (1, 2))
-        lse, cu = torch.full((4, len(q)), 9.0, device="cuda"), offsets(LENGTHS, "cuda")
+        lse, cu = torch.full((4, len(q)), 9.0, dtype=torch.float32, device="cuda"), offsets(LENGTHS, "cuda")
         return cute.backward(dout, q, k, v, out, lse, cu, cu, 0.1, causal, None)
 
     return make

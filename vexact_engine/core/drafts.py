@@ -219,10 +219,8 @@ class _Rows:
         right = [-worth / own - count for own in steps]
         right += [worth / least - count] * (min(most, total) - len(right))
         likeliest = itertools.accumulate(sorted(self.chances, reverse=True)[:most])
-        part, anyone, floor = 1 - _ANYONE, _ANYONE, (1 - _ANYONE) * _ALL_SAME + _ANYONE
         self.right = [
-            part * own + anyone * tokens if own > _ALL_SAME * tokens else floor * tokens
-            for own, tokens in zip(right, likeliest)
+            (1 - _ANYONE) * max(own, _ALL_SAME * tokens) + _ANYONE * tokens for own, tokens in zip(right, likeliest)
         ]
 
     def first(self, count: int) -> list[int]:

@@ -1,19 +1,20 @@
 """A model in PEFT's wrapper with learned prompts (prompt tuning, p-tuning, a prefix): who calls the model itself, and
 not the wrapper, computes without them; and through the wrapper a row is no longer where its token is."""
 
-import gc
 import sys
 from typing import TYPE_CHECKING
 
 import torch
+
+from .instances import instances
 
 if TYPE_CHECKING:
     from .state import Patch
 
 
 def check(patch: "Patch", op: str) -> None:
-    """RuntimeError where learned prompts are active. A model does not know its wrapper: it is looked for among all
-    objects, and so only where as many hold the embedding, which the wrapper does, as never did yet."""
+    """RuntimeError where learned prompts are active. A model does not know its wrapper: that is looked for, which
+    takes time, and so only where as many hold the embedding, which the wrapper does, as never did yet."""
     peft = sys.modules.get("peft")
     if peft is None or torch.compiler.is_compiling():
         return
@@ -21,8 +22,8 @@ def check(patch: "Patch", op: str) -> None:
     if sys.getrefcount(embedding) in patch.unprompted:
         return
     found = False
-    for wrapper in gc.get_objects():
-        if not issubclass(type(wrapper), peft.PeftModel) or "prompt_encoder" not in wrapper._modules:
+    for wrapper in instances(peft.PeftModel):
+        if "prompt_encoder" not in wrapper._modules:
             continue
         if all(module is not patch.model for module in wrapper.base_model.modules()):
             continue
