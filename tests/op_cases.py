@@ -188,22 +188,35 @@ CASES = {
             {},
         ),
     ),
+    "causal_conv_paged.singles": (
+        "causal_conv",
+        lambda i: (
+            (
+                *(i.new(5, 24), i.new(24, 4), None, i.new(3, 4, 24), i.ints(2, 0, 1, dtype=INT32)),
+                *(i.ints(3, 6, 3, dtype=INT32), i.ints(0, 1, 2, 5, dtype=INT32)),
+            ),
+            {"singles": 2},
+        ),
+    ),
     "gated_delta_varlen": (
         "gated_delta",
         lambda i: ((*delta_rows(i, 9), i.ints(0, 6, 9, dtype=INT32)), {"return_final_state": True}),
     ),
-    "gated_delta_paged": (
-        "gated_delta",
-        lambda i: (
-            (
-                *(x.detach() for x in delta_rows(i, 3)),
-                *(i.new(3, 2, 16, 16, dtype=FP32), i.new(3, 64, 1, 16), i.new(3, 64, 2, 16, dtype=FP32)),
-                *(i.new(3, 64, 2, dtype=FP32), i.ints(2, 0, dtype=INT32), i.ints(67, 2, dtype=INT32)),
-                *(i.ints(0, 1, 3, dtype=INT32), 2),
+    **{
+        f"gated_delta_paged{name}": (
+            "gated_delta",
+            lambda i, options=options: (
+                (
+                    *(x.detach() for x in delta_rows(i, 3)),
+                    *(i.new(3, 2, 16, 16, dtype=FP32), i.new(3, 64, 1, 16), i.new(3, 64, 2, 16, dtype=FP32)),
+                    *(i.new(3, 64, 2, dtype=FP32), i.ints(2, 0, dtype=INT32), i.ints(67, 2, dtype=INT32)),
+                    *(i.ints(0, 1, 3, dtype=INT32), 2),
+                ),
+                options,
             ),
-            {},
-        ),
-    ),
+        )
+        for name, options in (("", {}), (".singles", {"singles": 1}))
+    },
     "delta_gates": (
         "gated_delta",
         lambda i: ((i.new(5, 4), i.new(5, 4), i.new(4, dtype=FP32), i.new(4, dtype=FP32)), {}),

@@ -100,6 +100,41 @@ def test_plans_in_flight_and_a_patched_forward(device, dtype, monkeypatch):
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == alone(KINDS[0], device, dtype)
 
 
+@pytest.mark.parametrize("way", ["fused", "patched", "recorded"])
+def test_ops_are_told_how_many_single_rows_come_first(way, monkeypatch):
+    """Of each step as many as there are; in a graph none, for it serves steps with fewer too."""
+    from vexact_engine.runner import forward, graphs
+
+    kind, dtype, told = KINDS[0], torch.bfloat16, []
+    expected = alone(kind, "cpu", dtype)
+    if way == "patched":
+        monkeypatch.setattr(forward, "fuse", lambda *args: (None, "for the test"))
+    if way == "recorded":
+        monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
+
+    def watched(op, offsets, *args, **options):
+        told.append((options["singles"], args[offsets].diff().tolist()))
+        return op(*args, **options)
+
+    for name, offsets in (("causal_conv_paged", 6), ("gated_delta_paged", 11)):
+        monkeypatch.setattr(vx, name, functools.partial(watched, getattr(vx, name), offsets))
+    with launch(kind, "cpu", dtype, max_num_batched_tokens=19) as engine:
+        assert engine.path.startswith("fused" if way == "recorded" else way)
+        told.clear()
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        assert engine.stats.mixed_steps > 0
+    found = [(singles, _leading(rows)) for singles, rows in told]
+    assert any(0 < ones < len(rows) for (_, ones), (_, rows) in zip(found, told))
+    if way == "recorded":
+        assert {singles for singles, ones in found if singles != ones} == {0}
+    else:
+        assert all(singles == ones for singles, ones in found)
+
+
+def _leading(rows: list[int]) -> int:
+    return next((i for i, count in enumerate(rows) if count != 1), len(rows))
+
+
 # The prefix cache
 
 WARM = {"enable_prefix_cache": True, "page_size": 8, "num_snapshots": 6}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import Kinds, interpreted, room_backends
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
@@ -124,6 +124,96 @@ def test_as_many_rows_as_sequences_on_a_gpu_have_the_bits_of_more(device, backen
     assert_bitwise(run(5), run(6))
 
 
+def check_singles(run, most):
+    """run(singles): the bytes are the same, whatever number is given of sequences that have one row and come first."""
+    expected = run(0)
+    for singles in range(1, most + 1):
+        assert_bitwise(run(singles), expected, f"{singles} sequences of one row come first")
+
+
+@BACKENDS
+@DTYPES
+@example(kind=0, ones=2, behind=[2, 3], seed=0)
+@given(
+    kind=KINDS.drawn,
+    ones=st.integers(1, 4),
+    behind=st.lists(st.sampled_from([0, 1, 2, 5, 17, 40]), max_size=3),
+    seed=st.integers(0, 2**16),
+)
+def test_single_rows_that_come_first_on_a_gpu_change_nothing(device, backend, dtype, kind, ones, behind, seed):
+    """Outputs and rings; behind them single rows may stand too, and sequences without any."""
+    kind, lengths = KINDS.at(kind, device, dtype), [*[1] * ones, *behind]
+    x, weight, bias = inputs(sum(lengths), kind, dtype, device, seed)
+    draw = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(len(lengths) + 2, generator=draw)[: len(lengths)]
+    slots[torch.randint(len(lengths), (1,), generator=draw)] = -1
+    before = torch.tensor([0, 1, 2, 15, 16, 70])[torch.randint(6, slots.shape, generator=draw)]
+    held = torch.randn(len(lengths) + 2, 16, kind.channels, generator=draw).to(device, dtype)
+    step = ints(device, *slots), ints(device, *(before + torch.tensor(lengths))), offsets(device, lengths)
+
+    def run(singles):
+        taps = held.clone()
+        options = {"activation": kind.activation, "backend": backend}
+        return vx.causal_conv_paged(x, weight, bias, taps, *step, singles=singles, **options), taps
+
+    check_singles(run, next((i for i, length in enumerate(lengths) if length != 1), len(lengths)))
+
+
+@pytest.mark.parametrize("cut_alike", [True, False])
+def test_slots_that_are_not_cut_as_rows_are_are_caught(cut_alike):
+    """What a kernel does that trusts the number: the first sequences by one call, the others by another."""
+    draw, lengths = torch.Generator().manual_seed(0), [1, 1, 1, 5, 2]
+    x, weight, held = (torch.randn(*s, generator=draw) for s in ((10, 16), (16, 4), (7, 4, 16)))
+    slots, lens, cu = ints("cpu", 4, 2, 0, 5, 1), ints("cpu", 9, 3, 65, 7, 30), offsets("cpu", lengths)
+
+    def run(singles):
+        taps, shift, outs = held.clone(), 0 if cut_alike or not singles else 1, []
+        for part, ends in ((slice(0, singles), cu[: singles + 1]), (slice(singles, None), cu[singles:] - singles)):
+            own = slots.roll(shift)[part], lens[part], ends
+            outs.append(vx.causal_conv_paged(x[part], weight, None, taps, *own))
+        return torch.cat(outs), taps
+
+    if cut_alike:
+        check_singles(run, 3)
+    else:
+        with pytest.raises(AssertionError, match="differ"):
+            check_singles(run, 3)
+
+
+class Launches:
+    """Stands for a Triton kernel: its grids and what it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.calls.append((grid, args))
+
+
+def test_single_rows_that_come_first_do_not_look_for_their_sequences(monkeypatch):
+    triton = pytest.importorskip("vexact_ops.causal_conv.triton")
+    _, fwd, store = kernels = [Launches() for _ in range(3)]
+    for name, kernel in zip(("_step_kernel", "_fwd_kernel", "_store_kernel"), kernels):
+        monkeypatch.setattr(triton, name, kernel)
+    monkeypatch.setattr(triton, "early", lambda x: {})
+    x, weight, taps = torch.randn(300, 512), torch.randn(512, 4), torch.zeros(9, 4, 512)
+    lengths = [1, 1, 1, 1, 1, 95, 200]
+
+    def grids(singles):
+        for kernel in kernels:
+            kernel.calls.clear()
+        given = x, weight, None, taps, ints("cpu", *range(7)), ints("cpu", *lengths), offsets("cpu", lengths)
+        triton.paged_fwd(*given, singles, True)
+        return [[grid[0] for grid, _ in kernel.calls] for kernel in kernels]
+
+    assert grids(0) == [[], [-(-300 // triton._tile(300, 512)["ROWS"])], [7]]
+    assert grids(5) == [[5], [-(-295 // triton._tile(295, 512)["ROWS"])], [2]]
+    for kernel in (fwd, store):  # which row, which sequence is the first
+        assert 5 in [value for value in kernel.calls[0][1] if isinstance(value, int)]
+    given = [t for kernel in kernels for _, args in kernel.calls for t in args if isinstance(t, torch.Tensor)]
+    assert all(t.data_ptr() % 16 == 0 for t in given)  # or Triton would compile them anew
+
+
 def test_a_call_that_forgets_its_taps_is_caught():
     x = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
@@ -215,7 +305,7 @@ def test_opcheck(device, backend):
     cu = ints(device, 0, 2, 5)
     torch.library.opcheck(torch.ops.vexact.causal_conv.default, (x, weight, bias, cu, True, backend))
     taps, step = torch.zeros(3, 4, 16, device=device), (ints(device, 2, 0), ints(device, 2, 3), cu)
-    args = x.detach(), weight.detach(), bias.detach(), taps, *step, True, backend
+    args = x.detach(), weight.detach(), bias.detach(), taps, *step, 0, True, backend
     torch.library.opcheck(torch.ops.vexact.causal_conv_paged.default, args)
 
 
@@ -269,6 +359,19 @@ def test_bad_arguments_are_named():
     two = ints("cpu", 1, 1), ints("cpu", 2, 3), ints("cpu", 0, 2, 5)
     with pytest.raises(ValueError, match=rf"{op}: slots\[1\]: got 1, which is slots\[0\] too"):
         vx.causal_conv_paged(x, weight, None, taps, *two)
+    two = ints("cpu", 1, 2), ints("cpu", 2, 3), ints("cpu", 0, 2, 5)
+    for singles, message, kind in (
+        (1, "got 1, expected at most 0: sequence 0 has 2 rows", ValueError),
+        (3, "got 3, expected 0 to 2, the sequences", ValueError),
+        (-1, "got -1, expected 0 to 2", ValueError),
+        (True, "got bool, expected an int", TypeError),
+        (1.0, "got float, expected an int", TypeError),
+    ):
+        with pytest.raises(kind, match=f"{op}: singles: {message}"):
+            vx.causal_conv_paged(x, weight, None, taps, *two, singles=singles)
+    three = ints("cpu", 1, 2, 0), ints("cpu", 1, 0, 4), ints("cpu", 0, 1, 1, 5)
+    with pytest.raises(ValueError, match=f"{op}: singles: got 2, expected at most 1: sequence 1 has 0 rows"):
+        vx.causal_conv_paged(x, weight, None, taps, *three, singles=2)
     with pytest.raises(RuntimeError, match=f"{op}: weight requires a gradient"):
         vx.causal_conv_paged(x, weight.requires_grad_(), None, taps, *step)
     assert (taps == 7).all()  # nothing was written

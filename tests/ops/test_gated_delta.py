@@ -403,7 +403,7 @@ def test_opcheck(device, backend):
     for t in memory.tensors:
         t.zero_()
     step = ints(device, 1), ints(device, 5), offsets(device, [5]), 5
-    args = *(x.detach() for x in rows), *memory.tensors, *step, 0.25, True, backend
+    args = *(x.detach() for x in rows), *memory.tensors, *step, 0, 0.25, True, backend
     torch.library.opcheck(torch.ops.vexact.gated_delta_paged.default, args)
 
 

@@ -25,7 +25,7 @@ import vexact_ops as vx
 from vexact_ops.patch.batch import sent
 
 from ..core.step import Rows, Step
-from .batch import Batch
+from .batch import Batch, leading_singles
 from .follow import FACTS, Follow, most_words, settle
 from .memory import Caches
 
@@ -50,6 +50,7 @@ class Body:
     width      pages of a sequence, at most
     all_drawn  after every token something is drawn; or padding
     apart      each token is a sequence to attention, with the pages of its own: it has the bits that it has in a chunk
+    singles    the first so many sequences have one token each; 0 of a graph, which serves steps with fewer of them
     """
 
     tokens: int
@@ -60,6 +61,7 @@ class Body:
     width: int
     all_drawn: bool = False
     apart: bool = False
+    singles: int = 0
 
     def columns(self) -> Iterator[tuple[str, type, int]]:
         yield "ids", np.int64, self.tokens
@@ -99,6 +101,7 @@ class Work:
     context   keys of the longest sequence
     top       the most likeliest tokens that any draw is to come with
     plain     that is none, and no draw has a top_k, top_p or min_p
+    singles   chunks of one token before the first that has more
     """
 
     tokens: int
@@ -108,6 +111,7 @@ class Work:
     context: int
     top: int
     plain: bool
+    singles: int
 
 
 @functools.lru_cache(1024)
@@ -238,7 +242,8 @@ class Buffers:
         plain = not (top or drawn["top_k"].any() or drawn["min_p"].any() or (drawn["top_p"] < 1).any())
         context = int((chunks["start"] + lengths).max())
         draws = int(chunks["draws"].sum())
-        return Work(len(step.token_ids), len(chunks), draws, int(lengths.max()), context, top, plain)
+        sizes = len(step.token_ids), len(chunks), draws, int(lengths.max())
+        return Work(*sizes, context, top, plain, leading_singles(lengths))
 
     def send(
         self,
@@ -424,7 +429,8 @@ class Buffers:
             table = self.table[:, : body.width][c["slots"]]
         keys, values, states, _ = self.caches
         step = c["places"], table, c["context"], c["starts"], body.longest
-        paged = vx.patch.PagedBatch(keys, values, *step, states, c["states"] if states else None)
+        slots = c["states"] if states else None
+        paged = vx.patch.PagedBatch(keys, values, *step, states, slots, singles=body.singles)
         if self.beside is not None:
             windowed = self._kernels.windowed if self._kernels else _windowed
             paged.windowed = windowed(self.beside, c["places"], table, self.page_size)

@@ -154,11 +154,11 @@ def factor_of(weights: Weights, factor: d.Factor | None) -> float | Tensor | Non
 class StepParts:
     """What all layers of a step share."""
 
-    __slots__ = ("settled", "states", "table", "tables", "tokens", "windowed")
+    __slots__ = ("settled", "singles", "states", "table", "tables", "tokens", "windowed")
 
     def __init__(self, batch: Batch, rotary: Sequence[tuple]):
         paged = batch.paged
-        self.tokens, self.states = batch.positions.shape[0], paged.state_slots
+        self.tokens, self.states, self.singles = batch.positions.shape[0], paged.state_slots, paged.singles
         lengths = paged.context_lens, paged.cu_seqlens_q, paged.max_seqlen_q
         self.table, self.windowed = (
             (slots, (table, *lengths)) for slots, table in (paged.places(None), paged.places(1))
@@ -336,14 +336,15 @@ class _GatedDelta:
         parts = self.read(x) if self.sizes is None else self.read.whole(x).split_with_sizes(self.sizes, 1)
         qkv, z, b, a = by_head(*parts, *self.heads) if self.by_head else parts
         _, (_, context, offsets, longest) = step.table
-        qkv = vx.causal_conv_paged(qkv, *self.conv, taps, step.states, context, offsets)
+        of, singles = (step.states, context, offsets), step.singles
+        qkv = vx.causal_conv_paged(qkv, *self.conv, taps, *of, singles=singles)
         heads, k_dim, v_dim = self.heads
         q, k, v = qkv.split_with_sizes(self.widths, 1)
         q, k, v = q.unflatten(1, (heads, k_dim)), k.unflatten(1, (heads, k_dim)), v.unflatten(1, (-1, v_dim))
         g, beta = vx.delta_gates(a, b, *self.gates)
         if self.doubled:
             beta = beta * 2.0
-        out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, step.states, context, offsets, longest)
+        out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, *of, longest, singles=singles)
         out, z = rows_of(out, rows), rows_of(z, rows)
         weight, eps = self.norm
         out = vx.rmsnorm_gated(out, z.unflatten(1, (-1, v_dim)), weight, eps)

@@ -12,7 +12,7 @@ from .._core.triton import OPTIONS, begin_beside, cdiv, early, next_power_of_2, 
 from ..silu_mul.triton import gate_slope, sigmoid
 
 SEQUENCES = 128  # looked through at a time; no bit depends on it
-PER_CALL = ["tokens", "sequences", "slot_count"]
+PER_CALL = ["tokens", "sequences", "slot_count", "first_row", "singles"]
 
 
 def _tile(tokens: int, channels: int) -> dict:
@@ -59,11 +59,11 @@ def _remembered(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def _fwd_kernel(
-    x, weight, bias, y, offsets, taps, slots, lens, tokens, sequences, slot_count, x_stride, slot_stride,
+    x, weight, bias, y, offsets, taps, slots, lens, tokens, sequences, slot_count, first_row, x_stride, slot_stride,
     D: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = first_row + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < D
     begin, end, number = _begin_of(row, offsets, sequences, SEQUENCES)
@@ -96,11 +96,11 @@ def _fwd_kernel(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def _store_kernel(
-    x, offsets, taps, slots, lens, tokens, sequences, slot_count, x_stride, slot_stride,
+    x, offsets, taps, slots, lens, tokens, sequences, slot_count, x_stride, slot_stride, singles,
     D: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A sequence's last inputs into its ring. A launch of its own: the one before reads what this overwrites."""
-    sequence = tl.program_id(0)
+    sequence = singles + tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.maximum(tl.load(offsets + sequence), 0)
     end = tl.minimum(tl.load(offsets + sequence + 1), tokens)
@@ -237,16 +237,17 @@ def _bwd_kernel(
         tl.store(parts + (tl.cast(part, tl.int64) * (W + 1) + w) * D + column, sums[w], mask=there)
 
 
-def _launch(x, weight, bias, out, offsets, taps, slots, lens, silu) -> None:
+def _launch(x, weight, bias, out, offsets, taps, slots, lens, silu, first_row: int = 0) -> None:
+    """first_row: that of a sequence; rows before it are not computed."""
     tokens, channels = x.shape
-    if x.numel() == 0:
+    if tokens <= first_row or channels == 0:
         return
-    tile, ring = _tile(tokens, channels), 0 if taps is None else taps.shape[1]
-    grid = cdiv(tokens, tile["ROWS"]), cdiv(channels, tile["BLOCK"])
+    tile, ring = _tile(tokens - first_row, channels), 0 if taps is None else taps.shape[1]
+    grid = cdiv(tokens - first_row, tile["ROWS"]), cdiv(channels, tile["BLOCK"])
     _fwd_kernel[grid](
         x, weight, weight if bias is None else bias, out, offsets,
         x if taps is None else taps, offsets if slots is None else slots, offsets if lens is None else lens,
-        tokens, offsets.shape[0] - 1, 0 if taps is None else taps.shape[0], x.stride(0),
+        tokens, offsets.shape[0] - 1, 0 if taps is None else taps.shape[0], first_row, x.stride(0),
         0 if taps is None else taps.stride(0),
         D=channels, W=weight.shape[1], RING=ring, BIAS=bias is not None, SILU=silu,
         SEQUENCES=SEQUENCES, **tile, **OPTIONS,
@@ -264,30 +265,34 @@ def _flat(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, silu) -> Tensor:
+def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, singles, silu) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, channels = x.shape
     if x.numel() == 0 or slots.numel() == 0:
         return y
-    if tokens == slots.shape[0]:  # a row each, as a rule, and right if not
-        _step(x, weight.contiguous(), _flat(bias), y, taps, slots, context_lens, cu_seqlens_q, silu)
-        return y
-    with on(x):
-        _launch(x, weight.contiguous(), _flat(bias), y, cu_seqlens_q, taps, slots, context_lens, silu)
-        block = 512 if channels >= 512 else next_power_of_2(max(channels, 16))
-        _store_kernel[slots.shape[0], cdiv(channels, block)](
-            x, cu_seqlens_q, taps, slots, context_lens, tokens, slots.shape[0], taps.shape[0], x.stride(0),
-            taps.stride(0), D=channels, RING=taps.shape[1], BLOCK=block, num_warps=4, **OPTIONS,
-        )  # fmt: skip
+    weight, bias, sequences = weight.contiguous(), _flat(bias), slots.shape[0]
+    if tokens == sequences:  # a row each, as a rule, and right if not
+        singles = sequences
+    if singles:
+        _step(x, weight, bias, y, taps, slots, context_lens, cu_seqlens_q, silu, singles)
+    if singles < sequences:
+        with on(x):
+            _launch(x, weight, bias, y, cu_seqlens_q, taps, slots, context_lens, silu, first_row=singles)
+            block = 512 if channels >= 512 else next_power_of_2(max(channels, 16))
+            _store_kernel[sequences - singles, cdiv(channels, block)](
+                x, cu_seqlens_q, taps, slots, context_lens, tokens, sequences, taps.shape[0], x.stride(0),
+                taps.stride(0), singles, D=channels, RING=taps.shape[1], BLOCK=block, num_warps=4, **OPTIONS,
+            )  # fmt: skip
     return y
 
 
-def _step(x, weight, bias, y, taps, slots, lens, offsets, silu) -> None:
+def _step(x, weight, bias, y, taps, slots, lens, offsets, silu, sequences) -> None:
+    """The first so many sequences."""
     (tokens, channels), width = x.shape, weight.shape[1]
-    block = min(1024 if tokens >= 64 else 256, next_power_of_2(max(channels, 16)))
+    block = min(1024 if sequences >= 64 else 256, next_power_of_2(max(channels, 16)))
     packed = (width, weight.element_size()) == (4, 2) and weight.data_ptr() % 8 == 0
     with on(x):
-        _step_kernel[slots.shape[0], cdiv(channels, block)](
+        _step_kernel[sequences, cdiv(channels, block)](
             x, weight, weight if bias is None else bias, y, offsets, taps, slots, lens, tokens, taps.shape[0],
             x.stride(0), taps.stride(0), D=channels, W=width, RING=taps.shape[1], BIAS=bias is not None, SILU=silu,
             PACKED=packed, BLOCK=block, num_warps=4 if block > 256 else 1, **OPTIONS, **early(x),

@@ -4,9 +4,11 @@ Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh, and w
 chunk's start), whole sequences (whole.cuh or wide.cuh) and the backward (scan.cuh or wide_scan.cuh, grads.cuh) are
 proposed each for itself, and verified byte for byte against the Triton kernels, and what they leave in slots (contract:
 verify, then trust). How many columns of a head a block of chunks takes is raced, and which kernel goes through
-sequences, forward and backward, once for few blocks and once for more than the GPU runs at once, and of chunks once
-more for those beside many single rows; the kernel of chunks is a candidate for whole sequences too. So is whether
-blocks of single rows ask the L2 cache for what later ones read.
+sequences, forward and backward, once for few blocks and once for more than the GPU runs at once; the kernel of chunks
+is a candidate for whole sequences too. So is whether blocks of single rows ask the L2 cache for what later ones read.
+
+A block of chunks takes most of a multiprocessor's shared memory, whether it has work or not. So those of a paged call
+are of the sequences behind `singles` alone; blocks of single rows, which are small, are of all sequences.
 """
 
 import functools
@@ -33,7 +35,6 @@ TILES = {
     WHOLE: ("32", "32 wide"),
     BACKWARD: ("32", "32 wide"),
 }
-SPARSE = 24  # rows of a sequence, of a step of chunks and many single rows: fewer on average
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -43,7 +44,6 @@ class Call(NamedTuple):
     part     DECODE, single rows of sequences, CHUNKS of a paged call, WHOLE sequences, or their BACKWARD
     heads    sequences times value heads, which says how many blocks there are
     aligned  whether all that is copied lies on 16-byte boundaries
-    sparse   of CHUNKS: whether most sequences have a single row, and blocks nothing to do
     """
 
     part: str
@@ -56,15 +56,13 @@ class Call(NamedTuple):
     l2norm: bool
     heads: int = 1
     aligned: bool = True
-    sparse: bool = False
 
     @classmethod
     def of(cls, part: str, q: Tensor, k: Tensor, v: Tensor, l2norm: bool, sequences: int, *slots: Tensor) -> "Call":
         rows = () if part == DECODE else (q, k, v)
         aligned = all(_aligned(t, t.stride()[:2]) for t in rows) and all(_aligned(t, t.stride()[:1]) for t in slots)
         (_, hk, dk), (_, hv, dv) = q.shape, v.shape
-        sparse = part == CHUNKS and q.shape[0] < SPARSE * sequences
-        return cls(part, q.device, q.dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned, sparse)
+        return cls(part, q.device, q.dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned)
 
 
 def _aligned(t: Tensor, strides: tuple[int, ...]) -> bool:
@@ -78,7 +76,7 @@ def route(call: Call) -> Decision:
     if rule:
         return canonical_by_rule("triton", rule)
     crowded = call.part != DECODE and call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
-    return _decision(call.device, *call[:1], *call[2:8], crowded, crowded and call.sparse)
+    return _decision(call.device, *call[:1], *call[2:8], crowded)
 
 
 def _rule(call: Call) -> str | None:
@@ -115,19 +113,25 @@ def varlen_bwd(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale,
 
 
 def paged_fwd(
-    q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, scale, l2norm
-):
+    q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, singles, scale,
+    l2norm,
+):  # fmt: skip
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if not (q.shape[0] and slots.shape[0]):
         return out
     g, beta = (x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in (g, beta))
     memory, sequences = (state, open_k, open_u, open_g), slots.shape[0]
-    step = slots, context_lens, cu_seqlens_q
-    for part, least in ((DECODE, 1), (CHUNKS, 2)):
-        if max_seqlen_q >= least:
-            name = route(Call.of(part, q, k, v, l2norm, sequences, *memory)).chosen.name
-            _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out)
+    step = slots, context_lens, cu_seqlens_q, singles
+    for part, count in _parts(max_seqlen_q, sequences, singles):
+        name = route(Call.of(part, q, k, v, l2norm, count, *memory)).chosen.name
+        _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out)
     return out
+
+
+def _parts(longest: int, sequences: int, singles: int) -> list[tuple[str, int]]:
+    """Of a paged call, and of how many sequences each is. A single row may stand behind the first ones too."""
+    parts = (DECODE, sequences, 1), (CHUNKS, sequences - singles, 2)
+    return [(part, count) for part, count, least in parts if longest >= least and count]
 
 
 def _tile(name: str) -> list[int]:
@@ -198,20 +202,22 @@ def _gradients(name, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, 
 
 
 def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> None:
-    slots, context_lens, offsets = step
+    slots, context_lens, offsets, singles = step
     if name == "triton":
-        where = triton.slots_of(*memory, slots, context_lens)
-        run = triton.paged_tokens if part == DECODE else triton.paged_chunks
-        run(q, k, v, g.contiguous(), beta.float().contiguous(), where, memory[0].shape[0], offsets, scale, l2norm, out)
+        where, gates = triton.slots_of(*memory, slots, context_lens), (g.contiguous(), beta.float().contiguous())
+        given = q, k, v, *gates, where, memory[0].shape[0], offsets, scale, l2norm, out
+        triton.paged_tokens(*given) if part == DECODE else triton.paged_chunks(*given, singles)
     elif part == DECODE:
         ahead = _ahead(v) if name.endswith("ahead") else 0
         _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, ahead, out)
     else:
-        rows, of, prepared = (q, k, v, g, beta, offsets), (*memory, slots, context_lens), None
+        behind, gates, prepared = offsets[singles:], (g, beta), None
         if _wide(name):
-            rows, prepared = (q, k, v, g.contiguous(), beta.float().contiguous(), offsets), _prepared(v, offsets)
-        _native().chunks(*rows, None, None, None, None, *of, prepared, scale, l2norm, *_tile(name), out)
-        triton.append(q, k, v, g.contiguous(), offsets, triton.slots_of(*of), memory[0].shape[0])
+            gates, prepared = (g.contiguous(), beta.float().contiguous()), _prepared(v, behind)
+        of = *memory, slots[singles:], context_lens[singles:], prepared
+        _native().chunks(q, k, v, *gates, behind, *[None] * 4, *of, scale, l2norm, *_tile(name), out)
+        where = triton.slots_of(*memory, slots, context_lens)  # whole: Triton compiles anew for slices of odd alignment
+        triton.append(q, k, v, g.contiguous(), offsets, where, memory[0].shape[0], singles)
 
 
 # ---- admission
@@ -219,21 +225,19 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
 
 @decided
 def _decision(
-    device: torch.device, part: str, dtype: torch.dtype, hk: int, hv: int, dk: int, dv: int, l2norm: bool,
-    crowded: bool, sparse: bool,
-) -> Proposal:  # fmt: skip
+    device: torch.device, part: str, dtype: torch.dtype, hk: int, hv: int, dk: int, dv: int, l2norm: bool, crowded: bool
+) -> Proposal:
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
     kinds = (WHOLE, CHUNKS) if part == WHOLE else (part,)
     names = [f"sm90 {kind} {tile}" for kind in kinds for tile in TILES[kind]]
     if part == WHOLE:  # which has its own wide one
         names = [name for name in names if WHOLE in name or not _wide(name)]
-    sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}"
-    sizes += " sparse" if sparse else " crowded" if crowded else ""
+    sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}{' crowded' if crowded else ''}"
     return Proposal(
         f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
         [Candidate(name, functools.partial(_verified, part, name), source) for name in names],
         Candidate("triton", functools.partial(_verified, part, "triton"), digest.canonical("gated_delta")),
-        lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse),
+        lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded),
         functools.partial(_race, part),
     )
 
@@ -265,9 +269,10 @@ def _used(states: Tensor, us: Tensor, offsets: Tensor) -> list[Tensor]:
     return [states[there], us]
 
 
-def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False) -> list[tuple]:
+def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
     """Sequences at every kind of place in a chunk, new and old, with a slot and without one; rows whose products with
-    the state cancel, special values beside ordinary ones, gates at their ends; what no sequence owns is NaN."""
+    the state cancel, special values beside ordinary ones, gates at their ends; what no sequence owns is NaN. Of chunks
+    in every other case the first sequence, which has a single row, is left to another call."""
     draw = torch.Generator(device).manual_seed(dk + dv)
 
     def new(*shape: int) -> Tensor:
@@ -323,17 +328,15 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False) -
             g, beta = g.nan_to_num(nan=0.0, neginf=-torch.inf), beta.round()
         rows = q.to(dtype), k.to(dtype), v.to(dtype), g, beta if kind % 2 else beta.to(dtype)
         given = memory(1.0, states)
-        found.append((rows, given, (slots, lens, offsets), None if kind == 0 else initial, l2norm))
-    if part != DECODE:  # what is raced, the last one: whole sequences, or few of them beside many single rows
+        found.append((rows, given, (slots, lens, offsets, kind % 2), None if kind == 0 else initial, l2norm))
+    if part != DECODE:  # what is raced, the last one: whole sequences
         batch, each = (max(2, 256 * gpu.multiprocessors(device) // (hv * dv)), 256) if crowded else (1, 1024)
-        counts = [each] * batch + [1] * (each * batch // (SPARSE // 2) if sparse else 0)
-        tokens, sequences = sum(counts), len(counts)
+        tokens, sequences = batch * each, batch
         g, beta = gates()
         rows = *(new(tokens, h, d).to(dtype) for h, d in ((hk, dk), (hk, dk), (hv, dv))), g, beta.to(dtype)
-        lens = torch.tensor(counts, dtype=torch.int32, device=device)
-        offsets = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        none = torch.full_like(lens, -1)
-        found.append((rows, memory(1.0, cancels), (none, lens, offsets), None, l2norm))
+        offsets = torch.arange(0, tokens + 1, each, dtype=torch.int32, device=device)
+        none = torch.full((batch,), -1, dtype=torch.int32, device=device)
+        found.append((rows, memory(1.0, cancels), (none, none + each + 1, offsets, 0), None, l2norm))
     return found
 
 
@@ -360,18 +363,17 @@ def explain(op: str, **given) -> list[tuple[str, Decision]]:
         return [(BACKWARD, route(Call.of(BACKWARD, q, k, v, l2norm, given["cu_seqlens"].shape[0] - 1, given["dout"])))]
     if "slots" not in given:
         return [(WHOLE, route(Call.of(WHOLE, q, k, v, l2norm, given["cu_seqlens"].shape[0] - 1)))]
-    memory, sequences = [given[name] for name in ("state", "open_k", "open_u", "open_g")], given["slots"].shape[0]
-    parts = (DECODE, CHUNKS) if given["max_seqlen_q"] > 1 else (DECODE,)
-    return [(part, route(Call.of(part, q, k, v, l2norm, sequences, *memory))) for part in parts]
+    memory = [given[name] for name in ("state", "open_k", "open_u", "open_g")]
+    parts = _parts(given["max_seqlen_q"], given["slots"].shape[0], given["singles"])
+    return [(part, route(Call.of(part, q, k, v, l2norm, count, *memory))) for part, count in parts]
 
 
 def admit(
     hk: int, hv: int, dk: int, dv: int, dtype: torch.dtype, device: torch.device | str = "cuda", l2norm: bool = True,
     training: bool = False,
 ) -> list[Decision]:  # fmt: skip
-    """Verify ahead of time what a model of these heads needs, for few sequences and for many, and for chunks beside
-    many single rows."""
+    """Verify ahead of time what a model of these heads needs, for few sequences and for many."""
     sizes = gpu.with_index(device), dtype, hk, hv, dk, dv, l2norm
     parts = (CHUNKS, WHOLE, *((BACKWARD,) if training else ()))
     calls = [Call(part, *sizes, heads=heads) for part in parts for heads in (1, 1 << 20)]
-    return [route(call) for call in (Call(DECODE, *sizes), *calls, Call(CHUNKS, *sizes, heads=1 << 20, sparse=True))]
+    return [route(call) for call in (Call(DECODE, *sizes), *calls)]

@@ -133,6 +133,7 @@ def gated_delta_paged(
     *,
     scale: float | None = None,
     qk_l2norm: bool = True,
+    singles: int = 0,
     backend: str | None = None,
 ) -> Tensor:
     """gated_delta_varlen of the last rows of each sequence, which goes on from what its slot remembers and appends to
@@ -153,6 +154,7 @@ def gated_delta_paged(
                   keeps what it has
     cu_seqlens_q  (B + 1,) int32: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; from 0 to T
     max_seqlen_q  at least the most rows of a sequence; no effect on bits
+    singles       the first so many sequences have one row each, as where decodes come first; no effect on bits
     returns       (T, Hv, dv) in q.dtype
     bits          those of gated_delta_varlen for the same sequence, for any split into calls, slot and batch. In its
                   first chunk a sequence has a state of zeros, whatever its slot holds. Rows that were appended too many
@@ -185,7 +187,7 @@ def gated_delta_paged(
         check.tensor(op, arg, x, (q.dtype,) if arg == "open_k" else _FP32)
         check.shape(op, arg, x, ("slots" if x is state else state.shape[0], *sizes[arg]))
         sequences.contiguous_slots(op, arg, x)
-    sequences.check_slots(op, slots, context_lens, cu_seqlens_q)
+    sequences.check_singles(op, singles, sequences.check_slots(op, slots, context_lens, cu_seqlens_q))
     rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     check.same_device(op, **rows, **tensors, slots=slots, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q)
     sequences.no_gradient(op, "gated_delta_varlen", **rows, **tensors)
@@ -195,7 +197,7 @@ def gated_delta_paged(
         raise ValueError(f"{op}: max_seqlen_q: got {max_seqlen_q}, expected at least 0")
     backend = ROOM.resolve(q.device, backend)
     check.served(op, "q", q.dtype, backend)
-    step = slots, context_lens, cu_seqlens_q, max_seqlen_q
+    step = slots, context_lens, cu_seqlens_q, max_seqlen_q, singles
     return _gated_delta_paged(q, k, v, g, beta, *tensors.values(), *step, scale, bool(qk_l2norm), backend)
 
 
@@ -269,9 +271,9 @@ def _bwd_fake(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, *option
     return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), dinitial
 
 
-def _paged(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, longest, *options):
+def _paged(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, *options):
     *options, backend = options
-    step = slots.contiguous(), context_lens.contiguous(), cu_seqlens_q.contiguous(), longest
+    step = slots.contiguous(), context_lens.contiguous(), cu_seqlens_q.contiguous()
     tensors = _rows(q), _rows(k), _rows(v), g, beta, state, open_k, open_u, open_g  # g and beta as they come
     return ROOM.module(backend).paged_fwd(*tensors, *step, *options)
 
@@ -298,7 +300,7 @@ _gated_delta_varlen = Operator(
 _gated_delta_paged = Operator(
     "gated_delta_paged(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) open_k,"
     " Tensor(c!) open_u, Tensor(d!) open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q,"
-    " SymInt max_seqlen_q, float scale, bool l2norm, str backend) -> Tensor",
+    " SymInt max_seqlen_q, SymInt singles, float scale, bool l2norm, str backend) -> Tensor",
     _paged,
     _paged_fake,
 )
