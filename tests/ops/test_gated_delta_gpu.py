@@ -34,16 +34,32 @@ def test_kernels_of_whole_sequences_have_the_canonical_bits(dtype, batch):
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90 GPU"
 )
-@pytest.mark.parametrize("crowded", [False, True], ids=["few blocks", "more than run at once"])
+@pytest.mark.parametrize("blocks", ["few", "crowded", "sparse"])
 @pytest.mark.parametrize("part", ["decode", "chunks", "whole", "backward"])
-def test_every_kernel_has_the_canonical_bits(part, crowded):
+def test_every_kernel_has_the_canonical_bits(part, blocks):
     """Those too that a race leaves aside, on what admission tries them on."""
     from vexact_ops.gated_delta import cuda
 
-    for case in cuda._cases(torch.device("cuda", 0), part, torch.bfloat16, 2, 4, 128, 128, True, crowded):
+    how = blocks != "few", blocks == "sparse"
+    for case in cuda._cases(torch.device("cuda", 0), part, torch.bfloat16, 2, 4, 128, 128, True, *how):
         expected = cuda._verified(part, "triton", *case)
         for tile in cuda.TILES[part]:
             assert_bitwise(cuda._verified(part, f"sm90 {part} {tile}", *case), expected)
+
+
+def test_chunks_beside_many_single_rows_are_raced_apart(monkeypatch):
+    from vexact_ops.gated_delta import cuda
+
+    seen = []
+    monkeypatch.setattr(cuda, "_decision", lambda *of: seen.append(of[-2:]))
+    monkeypatch.setattr(cuda.gpu, "not_sm90", lambda device: None)
+    monkeypatch.setattr(cuda.gpu, "multiprocessors", lambda device: 132)
+    for part, rows, sequences in [("chunks", 2048, 256), ("chunks", 2048, 64), ("chunks", 9, 2), ("whole", 512, 256)]:
+        q, v = torch.zeros(rows, 16, 128, dtype=torch.bfloat16), torch.zeros(rows, 32, 128, dtype=torch.bfloat16)
+        cuda.route(cuda.Call.of(part, q, q, v, True, sequences))
+    assert seen == [(True, True), (True, False), (False, False), (True, False)]
+    cuda.admit(16, 32, 128, 128, torch.bfloat16, "cpu")
+    assert (True, True) in seen
 
 
 def test_a_name_says_which_way_sequences_go():

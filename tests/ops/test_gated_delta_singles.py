@@ -165,7 +165,7 @@ def test_blocks_are_few_where_all_but_a_few_have_a_single_row(monkeypatch):
     from vexact_ops.gated_delta import cuda
 
     seen = []
-    monkeypatch.setattr(cuda, "_decision", lambda *of: seen.append(of[-1]))
+    monkeypatch.setattr(cuda, "_decision", lambda *of: seen.append(of[-2]))
     monkeypatch.setattr(cuda.gpu, "not_sm90", lambda device: None)
     monkeypatch.setattr(cuda.gpu, "multiprocessors", lambda device: 132)
     q, v = torch.zeros(2048, 16, 128, dtype=torch.bfloat16), torch.zeros(2048, 32, 128, dtype=torch.bfloat16)

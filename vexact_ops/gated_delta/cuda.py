@@ -4,8 +4,9 @@ Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh, and w
 chunk's start), whole sequences (whole.cuh or wide.cuh) and the backward (scan.cuh or wide_scan.cuh, grads.cuh) are
 proposed each for itself, and verified byte for byte against the Triton kernels, and what they leave in slots (contract:
 verify, then trust). How many columns of a head a block of chunks takes is raced, and which kernel goes through
-sequences, forward and backward, once for few blocks and once for more than the GPU runs at once; the kernel of chunks
-is a candidate for whole sequences too. So is whether blocks of single rows ask the L2 cache for what later ones read.
+sequences, forward and backward, once for few blocks and once for more than the GPU runs at once, and of chunks once
+more for those beside many single rows; the kernel of chunks is a candidate for whole sequences too. So is whether
+blocks of single rows ask the L2 cache for what later ones read.
 
 A block of chunks takes most of a multiprocessor's shared memory, whether it has work or not. So those of a paged call
 are of the sequences behind `singles` alone; blocks of single rows, which are small, are of all sequences.
@@ -35,6 +36,7 @@ TILES = {
     WHOLE: ("32", "32 wide"),
     BACKWARD: ("32", "32 wide"),
 }
+SPARSE = 24  # rows of a sequence, of a step of chunks and many single rows: fewer on average
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
@@ -44,6 +46,7 @@ class Call(NamedTuple):
     part     DECODE, single rows of sequences, CHUNKS of a paged call, WHOLE sequences, or their BACKWARD
     heads    sequences times value heads, which says how many blocks there are
     aligned  whether all that is copied lies on 16-byte boundaries
+    sparse   of CHUNKS: whether most sequences have a single row, and blocks nothing to do
     """
 
     part: str
@@ -56,13 +59,15 @@ class Call(NamedTuple):
     l2norm: bool
     heads: int = 1
     aligned: bool = True
+    sparse: bool = False
 
     @classmethod
     def of(cls, part: str, q: Tensor, k: Tensor, v: Tensor, l2norm: bool, sequences: int, *slots: Tensor) -> "Call":
         rows = () if part == DECODE else (q, k, v)
         aligned = all(_aligned(t, t.stride()[:2]) for t in rows) and all(_aligned(t, t.stride()[:1]) for t in slots)
         (_, hk, dk), (_, hv, dv) = q.shape, v.shape
-        return cls(part, q.device, q.dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned)
+        sparse = part == CHUNKS and q.shape[0] < SPARSE * sequences
+        return cls(part, q.device, q.dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned, sparse)
 
 
 def _aligned(t: Tensor, strides: tuple[int, ...]) -> bool:
@@ -76,7 +81,7 @@ def route(call: Call) -> Decision:
     if rule:
         return canonical_by_rule("triton", rule)
     crowded = call.part != DECODE and call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
-    return _decision(call.device, *call[:1], *call[2:8], crowded)
+    return _decision(call.device, *call[:1], *call[2:8], crowded, crowded and call.sparse)
 
 
 def _rule(call: Call) -> str | None:
@@ -225,19 +230,21 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
 
 @decided
 def _decision(
-    device: torch.device, part: str, dtype: torch.dtype, hk: int, hv: int, dk: int, dv: int, l2norm: bool, crowded: bool
-) -> Proposal:
+    device: torch.device, part: str, dtype: torch.dtype, hk: int, hv: int, dk: int, dv: int, l2norm: bool,
+    crowded: bool, sparse: bool,
+) -> Proposal:  # fmt: skip
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
     kinds = (WHOLE, CHUNKS) if part == WHOLE else (part,)
     names = [f"sm90 {kind} {tile}" for kind in kinds for tile in TILES[kind]]
     if part == WHOLE:  # which has its own wide one
         names = [name for name in names if WHOLE in name or not _wide(name)]
-    sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}{' crowded' if crowded else ''}"
+    sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}"
+    sizes += " sparse" if sparse else " crowded" if crowded else ""
     return Proposal(
         f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
         [Candidate(name, functools.partial(_verified, part, name), source) for name in names],
         Candidate("triton", functools.partial(_verified, part, "triton"), digest.canonical("gated_delta")),
-        lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded),
+        lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse),
         functools.partial(_race, part),
     )
 
@@ -269,7 +276,7 @@ def _used(states: Tensor, us: Tensor, offsets: Tensor) -> list[Tensor]:
     return [states[there], us]
 
 
-def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
+def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False) -> list[tuple]:
     """Sequences at every kind of place in a chunk, new and old, with a slot and without one; rows whose products with
     the state cancel, special values beside ordinary ones, gates at their ends; what no sequence owns is NaN. Of chunks
     in every other case the first sequence, which has a single row, is left to another call."""
@@ -329,14 +336,16 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded) -> list[tuple]:
         rows = q.to(dtype), k.to(dtype), v.to(dtype), g, beta if kind % 2 else beta.to(dtype)
         given = memory(1.0, states)
         found.append((rows, given, (slots, lens, offsets, kind % 2), None if kind == 0 else initial, l2norm))
-    if part != DECODE:  # what is raced, the last one: whole sequences
+    if part != DECODE:  # what is raced, the last one: whole sequences, or few of them beside many single rows
         batch, each = (max(2, 256 * gpu.multiprocessors(device) // (hv * dv)), 256) if crowded else (1, 1024)
-        tokens, sequences = batch * each, batch
+        counts = [each] * batch + [1] * (each * batch // (SPARSE // 2) if sparse else 0)
+        tokens, sequences = sum(counts), len(counts)
         g, beta = gates()
         rows = *(new(tokens, h, d).to(dtype) for h, d in ((hk, dk), (hk, dk), (hv, dv))), g, beta.to(dtype)
-        offsets = torch.arange(0, tokens + 1, each, dtype=torch.int32, device=device)
-        none = torch.full((batch,), -1, dtype=torch.int32, device=device)
-        found.append((rows, memory(1.0, cancels), (none, none + each + 1, offsets, 0), None, l2norm))
+        lens = torch.tensor(counts, dtype=torch.int32, device=device)
+        offsets = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        none = torch.full_like(lens, -1)
+        found.append((rows, memory(1.0, cancels), (none, lens, offsets, 0), None, l2norm))
     return found
 
 
@@ -372,8 +381,9 @@ def admit(
     hk: int, hv: int, dk: int, dv: int, dtype: torch.dtype, device: torch.device | str = "cuda", l2norm: bool = True,
     training: bool = False,
 ) -> list[Decision]:  # fmt: skip
-    """Verify ahead of time what a model of these heads needs, for few sequences and for many."""
+    """Verify ahead of time what a model of these heads needs, for few sequences and for many, and for chunks beside
+    many single rows."""
     sizes = gpu.with_index(device), dtype, hk, hv, dk, dv, l2norm
     parts = (CHUNKS, WHOLE, *((BACKWARD,) if training else ()))
     calls = [Call(part, *sizes, heads=heads) for part in parts for heads in (1, 1 << 20)]
-    return [route(call) for call in (Call(DECODE, *sizes), *calls)]
+    return [route(call) for call in (Call(DECODE, *sizes), *calls, Call(CHUNKS, *sizes, heads=1 << 20, sparse=True))]
