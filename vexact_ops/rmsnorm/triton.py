@@ -16,7 +16,7 @@ from .._core import digest, gpu
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
 from .._core.proof.inputs import SMALL, special_rows, tricky
 from .._core.triton import OPTIONS, begin_beside, cdiv, chunk, early, on, sum_rows, tree_sum
-from ..silu_mul.triton import gate_slope, sigmoid
+from ..silu_mul.triton import gate_slope, sigmoid, silu
 from . import triton_backward
 from .triton_backward import tile_of
 
@@ -175,12 +175,6 @@ def _dx_then_dweight(dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight
     return dx, sum_rows(parts, weight.dtype)
 
 
-@triton.jit
-def _silu(g):
-    s, _ = sigmoid(g, False)
-    return g * s
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _gated_fwd_kernel(
     x, gate, weight, y, rstd, rows, x_stride, gate_stride, eps,
@@ -206,7 +200,7 @@ def _gated_fwd_kernel(
             g = _load(gate, gate_row, 1, start, live, N, BLOCK)
             w = _weight(weight, start, False, N, BLOCK)
         normed = (h * scale).to(x.dtype.element_ty).to(tl.float32) * w
-        _store(y, normed.to(x.dtype.element_ty).to(tl.float32) * _silu(g), row, start, live, N, BLOCK)
+        _store(y, normed.to(x.dtype.element_ty).to(tl.float32) * silu(g), row, start, live, N, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -218,7 +212,7 @@ def _gated_bwd_kernel(
     scale = tl.load(rstd + row[:, None], mask=live, other=0.0)
     lanes = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.static_range(0, N, BLOCK):
-        d = _load(dy, row, N, start, live, N, BLOCK) * _silu(_load(gate, row, N, start, live, N, BLOCK))
+        d = _load(dy, row, N, start, live, N, BLOCK) * silu(_load(gate, row, N, start, live, N, BLOCK))
         d = d * _weight(weight, start, False, N, BLOCK)
         lanes = tl.fma(d, _load(x, row, N, start, live, N, BLOCK) * scale, lanes)  # order: as in _dx_kernel
     mean = tl.div_rn(tree_sum(lanes), float(N))
@@ -240,7 +234,7 @@ def _gated_dweight_kernel(dy, x, gate, rstd, parts, rows, N: tl.constexpr, ROWS:
     normed = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32)
     normed = normed * tl.load(rstd + row, mask=row < rows, other=0.0)
     normed = normed.to(x.dtype.element_ty).to(tl.float32)
-    g = _silu(tl.load(gate + row * N + column, mask=inside, other=0.0).to(tl.float32))
+    g = silu(tl.load(gate + row * N + column, mask=inside, other=0.0).to(tl.float32))
     d = tl.load(dy + row * N + column, mask=inside, other=0.0).to(tl.float32) * g
     tl.store(parts + part * N + column, tree_sum(d * normed), mask=column < N)  # order: sum_rows says the rest
 
