@@ -327,6 +327,46 @@ def test_a_gpu_has_the_bits_of_a_cpu(device, backend, dtype, activation):
     assert_bitwise(run(device, backend), run("cpu", "cpu"))
 
 
+TILES = {"a row": (1, 1), "fewer than sequences": (8, 4), "more": (32, 4), "two ahead": (4, 2)}
+
+
+@pytest.mark.parametrize("device,backend", room_backends("causal_conv", "triton"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_rows_walked_in_any_tile_have_the_bits_of_a_cpu(device, backend, dtype, width, tile, monkeypatch):
+    """Sequences that begin and end anywhere in a tile, some without rows, some that go on; from the middle on too."""
+    from vexact_ops.causal_conv import triton as kernels
+
+    given = {"ROWS": tile[0], "AHEAD": tile[1], "BLOCK": 32, "num_warps": 1}
+    monkeypatch.setattr(kernels, "_tile", lambda tokens, channels: given)
+    draw, lengths = torch.Generator().manual_seed(width), [0, 9, 0, 0, 1, 1, 34, 3, 0, 1, 11, 0]
+    x = torch.randn(sum(lengths), 80, generator=draw).to(dtype)[:, :48]
+    weight, bias = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((48, width), (48,)))
+    taps = torch.randn(14, 8, 48, generator=draw).to(dtype)
+    slots = ints("cpu", 3, 7, 0, -1, 5, 2, 12, 9, 1, 6, -1, 4)
+    before = ints("cpu", 0, 2, 5, 1, 3, 0, 100, 1, 7, 40, 2, 0)
+    offset = offsets("cpu", lengths)
+    lens = before + offset.diff()
+
+    def run(device, backend):
+        rows, held, step = x.to(device), taps.clone().to(device), [t.to(device) for t in (slots, lens, offset)]
+        weights = weight.to(device), bias.to(device)
+        y = vx.causal_conv(rows, *weights, cu_seqlens=step[2], backend=backend)
+        paged = vx.causal_conv_paged(rows, *weights, held, *step, backend=backend)
+        return [t.cpu() for t in (y, paged, held)]
+
+    expected = run("cpu", "cpu")
+    assert_bitwise(run(device, backend), expected)
+    last, out = 6, torch.full(x.shape, 7.0, dtype=dtype, device=device)
+    step = [t[last:].to(device) for t in (slots, lens)]
+    step = offset[last:].to(device), taps.clone().to(device), *step
+    begin = int(offset[last])
+    kernels._launch(x.to(device), weight.to(device), bias.to(device), out, *step, True, first_row=begin)
+    assert_bitwise(out[begin:].cpu(), expected[1][begin:])
+    assert (out[:begin] == 7).all()
+
+
 def test_bad_arguments_are_named():
     x, weight, bias = torch.randn(5, 16), torch.randn(16, 4), torch.randn(16)
     for message, args, kind in (
