@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toy
 import transformers
 from conftest import devices
 from engine_models import bits, build, check_idle
@@ -233,6 +234,30 @@ def test_where_chunks_are_cut(page_size, chunk, length, budgets):
 
 
 # What else an engine does
+
+
+@pytest.mark.parametrize("reuse", [True, False], ids=["snapshots", "no snapshots"])
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=8),
+    budget=st.integers(4, 70),
+    page_size=st.sampled_from([4, 6, 8]),
+    lookahead=st.booleans(),
+)
+@example(lengths=[60, 60, 60, 60], budget=37, page_size=4, lookahead=False)
+@example(lengths=[40], budget=5, page_size=8, lookahead=True)
+def test_chunks_begin_where_a_states_chunk_does(reuse, lengths, budget, page_size, lookahead):
+    """Unless a whole chunk of the state does not fit into a step beside decodes; and all are through at last."""
+    chunk = 8
+    prefix = {"num_snapshots": 9} if reuse else {"enable_prefix_cache": False}
+    sizes = {"num_pages": 256, "page_size": page_size, "max_num_batched_tokens": budget}
+    scheduler, model = toy.make(**sizes, chunk=chunk, **prefix)
+    for seed, length in enumerate(lengths):
+        scheduler.add(toy.request([seed % 7] * length, max_new_tokens=6, seed=seed))
+    fits = budget - len(lengths) >= chunk
+    for plan in toy.drain(scheduler, model, lookahead):
+        prompts = [one for one in plan.chunks if one.start < one.sequence.num_prompt]
+        assert all(one.end % chunk == 0 or one.needs_sample for one in prompts[1:])
+        assert not fits or all(one.start % chunk == 0 for one in prompts)
 
 
 @pytest.mark.parametrize("kind", [family(kind) for kind in ("qwen3_5_text", "qwen3_5_moe_text")])
