@@ -303,7 +303,7 @@ def _launch(x, weight, bias, out, offsets, taps, slots, lens, silu, first_row: i
 
 
 def varlen_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, silu: bool) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(*x.shape)
     with on(x):
         _launch(x, weight.contiguous(), _flat(bias), y, cu_seqlens, None, None, None, silu)
     return y
@@ -314,7 +314,7 @@ def _flat(bias: Tensor | None) -> Tensor | None:
 
 
 def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, singles, silu) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(*x.shape)
     tokens, channels = x.shape
     if x.numel() == 0 or slots.numel() == 0:
         return y

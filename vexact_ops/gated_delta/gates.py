@@ -28,6 +28,24 @@ def delta_gates(
     (True, True)
     """
     op = "delta_gates"
+    if not (
+        check.alike(a, b)
+        and check.alike(a_log, dt_bias)
+        and a.dtype in check.FLOATS
+        and a_log.dtype in check.FLOATS
+        and a_log.device == a.device
+        and a.dim() == 2
+        and a.shape == b.shape
+        and a_log.shape == dt_bias.shape == a.shape[1:]
+        and a.shape[1] > 0
+    ):
+        _check(op, a, b, a_log, dt_bias)
+    backend = ROOM.resolve(a.device, backend)
+    check.served(op, "a", a.dtype, backend)
+    return _delta_gates(check.rows(a), check.rows(b), a_log, dt_bias, backend)
+
+
+def _check(op: str, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
     check.tensor(op, "a", a, check.FLOATS, 2)
     check.tensor(op, "b", b)
     check.same_dtype(op, "b", b, "a", a)
@@ -38,13 +56,10 @@ def delta_gates(
         check.tensor(op, arg, x, check.FLOATS)
         check.shape(op, arg, x, a.shape[1:])
     check.same_device(op, a=a, b=b, a_log=a_log, dt_bias=dt_bias)
-    backend = ROOM.resolve(a.device, backend)
-    check.served(op, "a", a.dtype, backend)
-    return _delta_gates(check.rows(a), check.rows(b), a_log, dt_bias, backend)
 
 
 def _fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, backend: str):
-    g, beta = torch.empty(a.shape, dtype=torch.float32, device=a.device), b.new_empty(b.shape)
+    g, beta = a.new_empty(*a.shape, dtype=torch.float32), b.new_empty(*b.shape)
     ROOM.module(backend).delta_gates_fwd(a, b, a_log.contiguous(), dt_bias.contiguous(), g, beta)
     return g, beta
 
