@@ -48,6 +48,7 @@ def test_a_tensor_on_another_device_is_named(name, device, other):
 
 
 QUICK = ("rmsnorm", "rmsnorm_gated", "delta_gates", "causal_conv_paged", "gated_delta_paged", "linear_silu_mul")
+QUICK += ("rope", "rope_kv_store")
 
 
 def changes(x):
