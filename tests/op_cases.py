@@ -221,6 +221,13 @@ CASES = {
         "gated_delta",
         lambda i: ((i.new(5, 4), i.new(5, 4), i.new(4, dtype=FP32), i.new(4, dtype=FP32)), {}),
     ),
+    "delta_gates.wide": (
+        "gated_delta",
+        lambda i: (
+            (i.new(5, 4), i.new(5, 4), i.new(4, dtype=FP32), i.new(4, dtype=FP32)),
+            {"beta_dtype": FP32},
+        ),
+    ),
     "kv_cache_store": (
         "kv_cache",
         lambda i: (

@@ -181,34 +181,40 @@ def test_slots_that_are_not_cut_as_rows_are_are_caught(cut_alike):
 
 
 class Launches:
-    """Stands for a Triton kernel: its grids and what it was given."""
+    """Stands for a Triton kernel: its grids and what it was given, also in a list that several have."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, every: list):
+        self.calls, self.every = [], every
 
     def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.calls.append((grid, args))
+        def launched(*args, **kwargs):
+            self.calls.append((grid, args))
+            self.every.append(self)
+
+        return launched
 
 
 def test_single_rows_that_come_first_do_not_look_for_their_sequences(monkeypatch):
     triton = pytest.importorskip("vexact_ops.causal_conv.triton")
-    _, fwd, store = kernels = [Launches() for _ in range(3)]
-    for name, kernel in zip(("_step_kernel", "_fwd_kernel", "_store_kernel"), kernels):
+    every = []
+    step, fwd = kernels = [Launches(every) for _ in range(2)]
+    for name, kernel in zip(("_step_kernel", "_fwd_kernel"), kernels):
         monkeypatch.setattr(triton, name, kernel)
     monkeypatch.setattr(triton, "early", lambda x: {})
     x, weight, taps = torch.randn(300, 512), torch.randn(512, 4), torch.zeros(9, 4, 512)
     lengths = [1, 1, 1, 1, 1, 95, 200]
 
     def grids(singles):
-        for kernel in kernels:
-            kernel.calls.clear()
+        for calls in (every, *(kernel.calls for kernel in kernels)):
+            calls.clear()
         given = x, weight, None, taps, ints("cpu", *range(7)), ints("cpu", *lengths), offsets("cpu", lengths)
         triton.paged_fwd(*given, singles, True)
         return [[grid[0] for grid, _ in kernel.calls] for kernel in kernels]
 
-    assert grids(0) == [[], [-(-300 // triton._tile(300, 512)["ROWS"])], [7]]
-    assert grids(5) == [[5], [-(-295 // triton._tile(295, 512)["ROWS"])], [2]]
-    for kernel in (fwd, store):  # which row, which sequence is the first
+    assert grids(0) == [[7], [-(-300 // triton._tile(300, 512)["ROWS"])]]
+    assert grids(5) == [[7], [-(-295 // triton._tile(295, 512)["ROWS"])]]
+    assert every == [fwd, step]  # which overwrites what the other reads
+    for kernel in kernels:  # which row is the first, how many sequences are computed
         assert 5 in [value for value in kernel.calls[0][1] if isinstance(value, int)]
     given = [t for kernel in kernels for _, args in kernel.calls for t in args if isinstance(t, torch.Tensor)]
     assert all(t.data_ptr() % 16 == 0 for t in given)  # or Triton would compile them anew

@@ -582,7 +582,7 @@ def test_gates_repeat_and_opcheck(device, backend):
 
     check_repeatable(run)
     args = [x[:3].float().requires_grad_() for x in (a, b)] + [x.requires_grad_() for x in (a_log, dt_bias)]
-    torch.library.opcheck(torch.ops.vexact.delta_gates.default, (*args, backend))
+    torch.library.opcheck(torch.ops.vexact.delta_gates.default, (*args, torch.float32, backend))
 
 
 def test_bad_arguments_of_gates_are_named():

@@ -24,7 +24,7 @@ from torch import Tensor
 import vexact_ops as vx
 from vexact_ops.patch.batch import sent
 
-from ..core.step import Rows, Step
+from ..core.step import COPY, Rows, Step
 from .batch import Batch, leading_singles
 from .follow import FACTS, Follow, most_words, settle
 from .memory import Caches
@@ -214,6 +214,7 @@ class Buffers:
             self._kernels = triton
         else:  # torch's
             self._kernels, self._drawn = None, torch.zeros(4 * tokens, dtype=torch.int32)
+        self._copies, self._lie = None, []  # of states and their snapshots, as they lay when it was made
         self._hosts: list[Host] = []  # all there are: one that is lost with its step may still be read by kernels
         self._free: list[Host] = []
 
@@ -361,9 +362,12 @@ class Buffers:
             follow, facts = laid.follow
             self._settle(facts, follow.chunks, *laid.sizes)
 
-    def rehearse(self) -> None:
-        """What a step behind drafts has beside others, of no rows: it is compiled then."""
-        if self._kernels:
+    def rehearse(self, drafts: bool) -> None:
+        """What not all steps have, before anybody has a slot: it is compiled then. Behind drafts, that is moves of no
+        rows; and copies of states, where there are any."""
+        if self._kernels and any(copies is not None for copies in self.caches.snapshots):
+            self._copy(np.zeros(1, COPY), back=False)
+        if self._kernels and drafts:
             body, head = Body(1, 1, 1, 1, 1, self.max_pages, all_drawn=True, apart=True), Head(1, plain=True)
             facts = self.middle + _places(body)[1]
             self.memory[facts : facts + 4 * len(FACTS)].zero_()
@@ -438,21 +442,30 @@ class Buffers:
 
     def restore(self, step: Step) -> None:
         """Before a step: states that its sequences go on from."""
-        if len(step.restores):
-            self._copy(step.restores, self.caches.snapshots, self.caches.states)
+        self._copy(step.restores, back=True)
 
     def save(self, step: Step) -> None:
         """Behind a step: copies of states that others may go on from."""
-        if len(step.saves):
-            self._copy(step.saves, self.caches.states, self.caches.snapshots, reverse=True)
+        self._copy(step.saves, back=False)
 
-    def _copy(self, copies: np.ndarray, of: Sequence, to: Sequence, reverse: bool = False) -> None:
-        slots, places = (send(copies[name].astype(np.int64), self.device) for name in ("slot", "snapshot"))
-        source, target = (slots, places) if reverse else (places, slots)
-        for old, new in zip(of, to):
-            if old is not None and new is not None:
-                for a, b in zip(old, new):
-                    b.index_copy_(0, target, a.index_select(0, source))
+    def _copy(self, copies: np.ndarray, back: bool) -> None:
+        if not len(copies):
+            return
+        kept = zip(self.caches.states, self.caches.snapshots)
+        pairs = [pair for states, own in kept if states is not None and own is not None for pair in zip(states, own)]
+        rows = send(np.stack([copies["slot"], copies["snapshot"]]).astype(np.int64), self.device)
+        if self._kernels and pairs:
+            lie = [t.data_ptr() for pair in pairs for t in pair]  # tensors that slept may have woken up elsewhere
+            if lie != self._lie:
+                self._copies, self._lie = self._kernels.copies_of(pairs), lie
+            self._kernels.copy(self._copies, rows, back)
+            return
+        slots, places = rows
+        for state, snapshot in pairs:
+            if back:
+                state.index_copy_(0, slots, snapshot.index_select(0, places))
+            else:
+                snapshot.index_copy_(0, places, state.index_select(0, slots))
 
     def take(self, hidden: Tensor, rows: Tensor, out: Tensor) -> None:
         """out[:] = hidden[rows]."""

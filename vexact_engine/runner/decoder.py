@@ -341,7 +341,7 @@ class _GatedDelta:
         heads, k_dim, v_dim = self.heads
         q, k, v = qkv.split_with_sizes(self.widths, 1)
         q, k, v = q.unflatten(1, (heads, k_dim)), k.unflatten(1, (heads, k_dim)), v.unflatten(1, (-1, v_dim))
-        g, beta = vx.delta_gates(a, b, *self.gates)
+        g, beta = vx.delta_gates(a, b, *self.gates, beta_dtype=torch.float32)  # chunks would have a copy made of it
         if self.doubled:
             beta = beta * 2.0
         out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, *of, longest, singles=singles)

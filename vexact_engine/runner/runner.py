@@ -254,8 +254,7 @@ class Runner:
             self.buffers.caches = self._caches(pages, self.slots)
         if self.config.num_window_pages is not None:
             self.buffers.stand_beside(pages)
-        if self.config.speculation is not None:
-            self.buffers.rehearse()
+        self.buffers.rehearse(drafts=self.config.speculation is not None)
         log.info("cache: %s", memory.sizes(self.memories, self.config, self.slots, self.dtype))
         self.graphs.capture(progress)
 

@@ -46,7 +46,7 @@ def singles_valid(offsets: Tensor, singles: int) -> bool:
 
 def contiguous_slots(op: str, arg: str, x: Tensor) -> None:
     """What lies in a slot is contiguous; slots may lie any distance apart."""
-    if x.shape[0] and not x[0].is_contiguous():
+    if not x.is_contiguous() and x.shape[0] and not x[0].is_contiguous():
         got = f"strides {x.stride()} for shape {tuple(x.shape)}"
         raise ValueError(f"{op}: {arg}: got {got}, expected each slot contiguous")
 

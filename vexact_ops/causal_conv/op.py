@@ -96,6 +96,40 @@ def causal_conv_paged(
     True
     """
     op = "causal_conv_paged"
+    if _paged_fits(x, weight, bias, taps, slots, context_lens, cu_seqlens_q):
+        check.choice(op, "activation", activation, ACTIVATIONS)
+    else:
+        _check_paged(op, x, weight, bias, taps, slots, context_lens, cu_seqlens_q, activation)
+    sequences.check_singles(op, singles, slots.shape[0])
+    if torch.is_grad_enabled():
+        sequences.no_gradient(op, "causal_conv", x=x, weight=weight, bias=bias, taps=taps)
+    backend = ROOM.resolve(x.device, backend)
+    check.served(op, "x", x.dtype, backend)
+    step = slots, context_lens, cu_seqlens_q, singles
+    return _causal_conv_paged(check.rows(x), weight, bias, taps, *step, activation == "silu", backend)
+
+
+def _paged_fits(x, weight, bias, taps, slots, context_lens, cu_seqlens_q) -> bool:
+    """Whether _check_paged would find nothing, without its messages: the engine asks at every layer of every step."""
+    if not (check.alike(x, weight, taps) and check.alike(slots, context_lens, cu_seqlens_q)):
+        return False
+    if not (x.dim() == weight.dim() == 2 and taps.dim() == 3 and cu_seqlens_q.dim() == 1):
+        return False
+    (channels, width), (_, ring, columns), batch = weight.shape, taps.shape, (cu_seqlens_q.shape[0] - 1,)
+    return (
+        x.dtype in check.FLOATS
+        and slots.dtype == torch.int32
+        and slots.device == x.device
+        and x.shape[1] == channels == columns
+        and 2 <= width <= min(ring, WIDEST)
+        and ring & (ring - 1) == 0
+        and (bias is None or (check.alike(x, bias) and bias.shape == (channels,)))
+        and taps.is_contiguous()
+        and slots.shape == context_lens.shape == batch
+    )
+
+
+def _check_paged(op, x, weight, bias, taps, slots, context_lens, cu_seqlens_q, activation) -> None:
     _check(op, x, weight, bias, activation)
     check.tensor(op, "taps", taps, ndim=3)
     check.same_dtype(op, "taps", taps, "x", x)
@@ -104,14 +138,9 @@ def causal_conv_paged(
     if ring < width or ring & (ring - 1):
         raise ValueError(f"{op}: taps: got a ring of {ring}, expected a power of two of at least {width}, the taps")
     sequences.contiguous_slots(op, "taps", taps)
-    sequences.check_singles(op, singles, sequences.check_slots(op, slots, context_lens, cu_seqlens_q))
+    sequences.check_slots(op, slots, context_lens, cu_seqlens_q)
     tensors = {"x": x, "weight": weight, "bias": bias, "taps": taps, "slots": slots}
     check.same_device(op, **tensors, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q)
-    sequences.no_gradient(op, "causal_conv", x=x, weight=weight, bias=bias, taps=taps)
-    backend = ROOM.resolve(x.device, backend)
-    check.served(op, "x", x.dtype, backend)
-    step = slots, context_lens, cu_seqlens_q, singles
-    return _causal_conv_paged(check.rows(x), weight, bias, taps, *step, activation == "silu", backend)
 
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:

@@ -141,26 +141,6 @@ def _fwd_kernel(
         rows = next_rows
 
 
-@triton.jit(do_not_specialize=PER_CALL)
-def _store_kernel(
-    x, offsets, taps, slots, lens, tokens, sequences, slot_count, x_stride, slot_stride, singles,
-    D: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A sequence's last inputs into its ring. A launch of its own: the one before reads what this overwrites."""
-    sequence = singles + tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    begin = tl.maximum(tl.load(offsets + sequence), 0)
-    end = tl.minimum(tl.load(offsets + sequence + 1), tokens)
-    slot, length = tl.load(slots + sequence), tl.load(lens + sequence)
-    known = (slot >= 0) & (slot < slot_count)
-    for back in tl.static_range(RING):
-        row = end - 1 - back
-        keep = known & (row >= begin) & (column < D)
-        value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=keep, other=0.0)
-        place = (length - 1 - back) & (RING - 1)
-        tl.store(taps + slot.to(tl.int64) * slot_stride + place * D + column, value, mask=keep)
-
-
 @triton.jit
 def _tap(weight, column, there, w, W: tl.constexpr, PACKED: tl.constexpr):
     """Tap w of these columns, fp32. PACKED: a column's four lie in eight bytes, which are loaded as one, for columns
@@ -174,12 +154,13 @@ def _tap(weight, column, there, w, W: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=PER_CALL)
 def _step_kernel(
-    x, weight, bias, y, offsets, taps, slots, lens, tokens, slot_count, x_stride, slot_stride,
+    x, weight, bias, y, offsets, taps, slots, lens, tokens, slot_count, singles, x_stride, slot_stride,
     D: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
     PACKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """_fwd_kernel and _store_kernel of a call with about a row a sequence: a program has all rows of one sequence, so
-    that it reads of the ring what it then overwrites, and no row looks for its sequence."""
+    """The first so many sequences, of about a row each: a program has all rows of one, so that it reads of the ring
+    what it then overwrites, and no row looks for its sequence. Of the others, which _fwd_kernel computes, the last
+    inputs into their rings: that one is launched before, for it reads what is overwritten here."""
     begin_beside(PDL)
     sequence = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -190,7 +171,7 @@ def _step_kernel(
     known = (slot >= 0) & (slot < slot_count)
     ring = taps + tl.where(known, slot, 0).to(tl.int64) * slot_stride + column
     first = length - (end - begin)
-    for row in range(begin, end):
+    for row in range(tl.where(sequence < singles, begin, end), end):
         acc = tl.zeros([BLOCK], tl.float32)
         for w in tl.static_range(W):  # order: taps from the oldest to the newest, one accumulator
             at = row - (W - 1 - w)
@@ -305,7 +286,7 @@ def _launch(x, weight, bias, out, offsets, taps, slots, lens, silu, first_row: i
 
 
 def varlen_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, silu: bool) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(*x.shape)
     with on(x):
         _launch(x, weight.contiguous(), _flat(bias), y, cu_seqlens, None, None, None, silu)
     return y
@@ -316,36 +297,24 @@ def _flat(bias: Tensor | None) -> Tensor | None:
 
 
 def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, singles, silu) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(*x.shape)
     tokens, channels = x.shape
     if x.numel() == 0 or slots.numel() == 0:
         return y
     weight, bias, sequences = weight.contiguous(), _flat(bias), slots.shape[0]
     if tokens == sequences:  # a row each, as a rule, and right if not
         singles = sequences
-    if singles:
-        _step(x, weight, bias, y, taps, slots, context_lens, cu_seqlens_q, silu, singles)
-    if singles < sequences:
-        with on(x):
-            _launch(x, weight, bias, y, cu_seqlens_q, taps, slots, context_lens, silu, first_row=singles)
-            block = 512 if channels >= 512 else next_power_of_2(max(channels, 16))
-            _store_kernel[sequences - singles, cdiv(channels, block)](
-                x, cu_seqlens_q, taps, slots, context_lens, tokens, sequences, taps.shape[0], x.stride(0),
-                taps.stride(0), singles, D=channels, RING=taps.shape[1], BLOCK=block, num_warps=4, **OPTIONS,
-            )  # fmt: skip
-    return y
-
-
-def _step(x, weight, bias, y, taps, slots, lens, offsets, silu, sequences) -> None:
-    """The first so many sequences."""
-    (tokens, channels), width = x.shape, weight.shape[1]
     block = min(1024 if sequences >= 64 else 256, next_power_of_2(max(channels, 16)))
     with on(x):
+        if singles < sequences:
+            _launch(x, weight, bias, y, cu_seqlens_q, taps, slots, context_lens, silu, first_row=singles)
         _step_kernel[sequences, cdiv(channels, block)](
-            x, weight, weight if bias is None else bias, y, offsets, taps, slots, lens, tokens, taps.shape[0],
-            x.stride(0), taps.stride(0), D=channels, W=width, RING=taps.shape[1], BIAS=bias is not None, SILU=silu,
-            PACKED=_packed(weight), BLOCK=block, num_warps=4 if block > 256 else 1, **OPTIONS, **early(x),
+            x, weight, weight if bias is None else bias, y, cu_seqlens_q, taps, slots, context_lens, tokens,
+            taps.shape[0], singles, x.stride(0), taps.stride(0), D=channels, W=weight.shape[1], RING=taps.shape[1],
+            BIAS=bias is not None, SILU=silu, PACKED=_packed(weight), BLOCK=block, num_warps=4 if block > 256 else 1,
+            **OPTIONS, **early(x),
         )  # fmt: skip
+    return y
 
 
 def varlen_bwd(dy, x, weight, bias, cu_seqlens, silu):

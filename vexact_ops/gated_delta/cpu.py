@@ -56,7 +56,10 @@ def paged_fwd(
 
 
 def delta_gates_fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, g: Tensor, beta: Tensor) -> None:
-    native.ops().delta_gates_fwd(a, b, a_log.float(), dt_bias.float(), g, beta)
+    rounded = beta if beta.dtype == b.dtype else b.new_empty(b.shape)
+    native.ops().delta_gates_fwd(a, b, a_log.float(), dt_bias.float(), g, rounded)
+    if rounded is not beta:
+        beta.copy_(rounded)
 
 
 def delta_gates_bwd(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor):

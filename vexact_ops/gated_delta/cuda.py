@@ -63,16 +63,22 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, part: str, q: Tensor, k: Tensor, v: Tensor, l2norm: bool, sequences: int, *slots: Tensor) -> "Call":
-        rows = () if part == DECODE else (q, k, v)
-        aligned = all(_aligned(t, t.stride()[:2]) for t in rows) and all(_aligned(t, t.stride()[:1]) for t in slots)
+        aligned = (part == DECODE or _aligned(2, q, k, v)) and _aligned(1, *slots)
         (_, hk, dk), (_, hv, dv) = q.shape, v.shape
         sparse = part == CHUNKS and q.shape[0] < SPARSE * sequences
         return cls(part, q.device, q.dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned, sparse)
 
 
-def _aligned(t: Tensor, strides: tuple[int, ...]) -> bool:
-    size = t.element_size()
-    return t.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in strides)
+def _aligned(leading: int, *tensors: Tensor) -> bool:
+    """Whether they begin on 16-byte boundaries, and so do their parts along the leading dimensions."""
+    for t in tensors:  # loops: asked at every layer, and all() over a generator takes twice as long
+        if t.data_ptr() % 16:
+            return False
+        size = t.element_size()
+        for stride in t.stride()[:leading]:
+            if stride * size % 16:
+                return False
+    return True
 
 
 def route(call: Call) -> Decision:
@@ -121,7 +127,7 @@ def paged_fwd(
     q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, singles, scale,
     l2norm,
 ):  # fmt: skip
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    out = v.new_empty(*v.shape)
     if not (q.shape[0] and slots.shape[0]):
         return out
     g, beta = (x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in (g, beta))

@@ -175,6 +175,67 @@ def gated_delta_paged(
     True
     """
     op = "gated_delta_paged"
+    step, memory = (slots, context_lens, cu_seqlens_q), (state, open_k, open_u, open_g)
+    if _paged_fits(q, k, v, g, beta, *memory, *step):
+        scale = q.shape[2] ** -0.5 if scale is None else check.number(op, "scale", scale)
+    else:
+        scale = _check_paged(op, q, k, v, g, beta, *memory, *step, scale)
+    sequences.check_singles(op, singles, slots.shape[0])
+    if torch.is_grad_enabled():
+        rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        tensors = {"state": state, "open_k": open_k, "open_u": open_u, "open_g": open_g}
+        sequences.no_gradient(op, "gated_delta_varlen", **rows, **tensors)
+    if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int | torch.SymInt):
+        raise TypeError(f"{op}: max_seqlen_q: got {type(max_seqlen_q).__name__}, expected an int")
+    if isinstance(max_seqlen_q, int) and max_seqlen_q < 0:
+        raise ValueError(f"{op}: max_seqlen_q: got {max_seqlen_q}, expected at least 0")
+    backend = ROOM.resolve(q.device, backend)
+    check.served(op, "q", q.dtype, backend)
+    options = max_seqlen_q, singles, scale, bool(qk_l2norm), backend
+    return _gated_delta_paged(q, k, v, g, beta, *memory, *step, *options)
+
+
+def _paged_fits(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q) -> bool:
+    """Whether _check_paged would find nothing, without its messages: the engine asks at every layer of every step."""
+    if not (
+        check.alike(q, k, v, open_k)
+        and check.alike(g, state, open_u, open_g)
+        and check.alike(slots, context_lens, cu_seqlens_q)
+        and isinstance(beta, Tensor)
+        and q.dim() == v.dim() == 3
+        and cu_seqlens_q.dim() == 1
+    ):
+        return False
+    (tokens, hk, dk), (rows, hv, dv), device = q.shape, v.shape, q.device
+    count, batch = len(state) if state.dim() else 0, (cu_seqlens_q.shape[0] - 1,)
+    return (
+        q.dtype in check.FLOATS
+        and g.dtype == torch.float32
+        and beta.dtype in (torch.float32, q.dtype)
+        and slots.dtype == torch.int32
+        and g.device == beta.device == slots.device == device
+        and k.shape == q.shape
+        and rows == tokens
+        and g.shape == beta.shape == (tokens, hv)
+        and 0 < hk <= hv <= GROUP * hk
+        and hv % hk == 0
+        and 16 <= dk <= WIDEST
+        and 16 <= dv <= WIDEST
+        and state.shape == (count, hv, dk, dv)
+        and open_k.shape == (count, CHUNK, hk, dk)
+        and open_u.shape == (count, CHUNK, hv, dv)
+        and open_g.shape == (count, CHUNK, hv)
+        and state.is_contiguous()
+        and open_k.is_contiguous()
+        and open_u.is_contiguous()
+        and open_g.is_contiguous()
+        and slots.shape == context_lens.shape == batch
+    )
+
+
+def _check_paged(
+    op, q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, scale
+) -> float:
     scale = _check(op, q, k, v, g, beta, scale)
     sizes = {
         "state": (v.shape[1], q.shape[2], v.shape[2]),
@@ -187,18 +248,10 @@ def gated_delta_paged(
         check.tensor(op, arg, x, (q.dtype,) if arg == "open_k" else _FP32)
         check.shape(op, arg, x, ("slots" if x is state else state.shape[0], *sizes[arg]))
         sequences.contiguous_slots(op, arg, x)
-    sequences.check_singles(op, singles, sequences.check_slots(op, slots, context_lens, cu_seqlens_q))
+    sequences.check_slots(op, slots, context_lens, cu_seqlens_q)
     rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     check.same_device(op, **rows, **tensors, slots=slots, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q)
-    sequences.no_gradient(op, "gated_delta_varlen", **rows, **tensors)
-    if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int | torch.SymInt):
-        raise TypeError(f"{op}: max_seqlen_q: got {type(max_seqlen_q).__name__}, expected an int")
-    if isinstance(max_seqlen_q, int) and max_seqlen_q < 0:
-        raise ValueError(f"{op}: max_seqlen_q: got {max_seqlen_q}, expected at least 0")
-    backend = ROOM.resolve(q.device, backend)
-    check.served(op, "q", q.dtype, backend)
-    step = slots, context_lens, cu_seqlens_q, max_seqlen_q, singles
-    return _gated_delta_paged(q, k, v, g, beta, *tensors.values(), *step, scale, bool(qk_l2norm), backend)
+    return scale
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None) -> float:

@@ -33,6 +33,7 @@ def _fwd_kernel(
     rate = exp(tl.load(a_log + head, mask=head < H, other=0.0).to(tl.float32))
     tl.store(g + row * H + head, (rate * _softplus(x)) * -1.0, mask=inside)
     s, _ = sigmoid(tl.load(b + row * b_stride + head, mask=inside, other=0.0).to(tl.float32), False)
+    s = s.to(b.dtype.element_ty)  # as a model rounds it, whatever it is stored as
     tl.store(beta + row * H + head, s.to(beta.dtype.element_ty), mask=inside)
 
 

@@ -145,9 +145,8 @@ def _dweight_kernel(
 
 def rmsnorm_fwd(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, gemma: bool):
     rows, n = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    new_residual = torch.empty(x.shape if residual is not None else 0, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    y, rstd = x.new_empty(rows, n), x.new_empty(rows, dtype=torch.float32)
+    new_residual = x.new_empty(0) if residual is None else x.new_empty(rows, n)
     tile = _tile(n)
     if rows:
         with on(x):

@@ -10,6 +10,8 @@ SLOPE = tl.constexpr(1.5957691216)  # 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u)
 CUBIC = tl.constexpr(0.044715)
 THREE_CUBIC = tl.constexpr(0.13414499163627625)  # the fp32 product
 LEAST = tl.constexpr(0.5 + 2**-24)
+# Functions take these by default arguments: at every launch of a kernel Triton looks whether a global that is used
+# anywhere in it has changed, which costs the host about a microsecond for each of them.
 
 
 def _tile(x: Tensor, rows: int) -> dict:
@@ -22,7 +24,7 @@ def _tile(x: Tensor, rows: int) -> dict:
 
 
 @triton.jit
-def reciprocal(d):
+def reciprocal(d, LEAST: tl.constexpr = LEAST, INTERPRETED: tl.constexpr = INTERPRETED):
     """1 / d, correctly rounded, of d from 1 to 2, or NaN. tl.div_rn has the same bits and a branch for each
     element, so that none is begun before the one before it is done.
 
@@ -38,7 +40,7 @@ def reciprocal(d):
 
 
 @triton.jit
-def sigmoid(g, GELU: tl.constexpr):
+def sigmoid(g, GELU: tl.constexpr, SLOPE: tl.constexpr = SLOPE, CUBIC: tl.constexpr = CUBIC):
     """sigmoid(z) and 1 - sigmoid(z), neither by cancellation; z is g, or gelu_tanh's argument twice."""
     z = g
     if GELU:
@@ -58,7 +60,7 @@ def silu(g):
 
 
 @triton.jit
-def gate_slope(g, s, rest, GELU: tl.constexpr):
+def gate_slope(g, s, rest, GELU: tl.constexpr, SLOPE: tl.constexpr = SLOPE, THREE_CUBIC: tl.constexpr = THREE_CUBIC):
     """d(g sigmoid(z)) / dg, from what sigmoid gave."""
     # beyond 1e4 the slope is exactly 0 or 1; the bound keeps infinity times zero out of it
     c = tl.where(g < 1e4, g, 1e4)
