@@ -293,7 +293,7 @@ def _check_classifier(facts: Facts) -> None:
 
 def _factors(config) -> list[float]:
     """By what logits may be divided, of those numbers of a configuration that multiply them."""
-    found = (getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
+    found = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"))
     return [1 / value for value in found if isinstance(value, int | float) and value > 0]
 
 
