@@ -135,6 +135,12 @@ def test_a_window_of_a_family_that_has_none_is_named():
     assert "its mask has a window of 3, but it asks attention for None: sliding_window and layer_types of" in said
 
 
+def test_a_window_that_masks_of_the_family_do_not_have_is_named():
+    """Attention is asked for one, which flash attention has and the eager form, by the mask alone, has not."""
+    said = refusal(tiny("olmoe", sliding_window=3))
+    assert "OlmoeAttention) and 1 more: it asks attention for a window of 3, but its mask has none" in said
+
+
 def test_head_sizes_that_no_op_has_are_named():
     assert "heads of one number have no pairs: head_dim (" in refusal(tiny("llama", head_dim=1))
     for family, size in (("glm4", 1), ("gpt_oss", 1), ("qwen3_next", 3), ("qwen3_5_text", 2)):
