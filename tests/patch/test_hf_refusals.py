@@ -141,6 +141,14 @@ def test_a_window_that_masks_of_the_family_do_not_have_is_named():
     assert "OlmoeAttention) and 1 more: it asks attention for a window of 3, but its mask has none" in said
 
 
+@pytest.mark.parametrize("cap", [3.0, 2000.0])
+def test_a_softcap_that_the_class_does_not_read_is_not_applied(cap):
+    """A large one hardly shows in small logits."""
+    said = refusal(tiny("llama", final_logit_softcapping=cap))
+    assert "(root) (LlamaForCausalLM): it does something to the logits that no aligned op computes" in said
+    vx.patch.hf(tiny("gemma2", final_logit_softcapping=cap)).undo()
+
+
 def test_head_sizes_that_no_op_has_are_named():
     assert "heads of one number have no pairs: head_dim (" in refusal(tiny("llama", head_dim=1))
     for family, size in (("glm4", 1), ("gpt_oss", 1), ("qwen3_next", 3), ("qwen3_5_text", 2)):

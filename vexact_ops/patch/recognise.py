@@ -233,7 +233,9 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
         def forward(self, *args, **kwargs):
             return Output(last_hidden_state=hidden)
 
+    softcap = getattr(config, "final_logit_softcapping", None)
     hidden, head = 3 * pieces.random(2, 4, 8, seed=1), pieces.small_linear(8, 11, seed=2)
+    hidden = hidden * (softcap or 1)  # where any cap shows
     tried = pieces.twin(model, {base_name: Hidden(), head_name: head})
     try:
         got = pieces.run_stock(tried, input_ids=torch.zeros(2, 4, dtype=torch.int64))
@@ -246,7 +248,6 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
             f"it is more than a decoder and an output layer: its forward reads {missing!r} of its {of}"
         ) from reason.__cause__
     scales = dict.fromkeys((float(getattr(config, "logits_scaling", None) or 1.0), *_factors(config)))
-    softcap = getattr(config, "final_logit_softcapping", None)
 
     def logits(scale: float) -> Tensor:
         expected = hidden @ head.weight.detach().t() / scale
