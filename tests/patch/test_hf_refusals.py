@@ -372,3 +372,8 @@ def test_frequencies_that_are_no_numbers_are_named(theta, found):
         vx.patch.UnsupportedModule, match=rf"rotary_emb .*: its inv_freq has {found}: rope_theta is {theta}"
     ):
         vx.patch.hf(tiny("llama", rope_parameters=rope))
+
+
+def test_a_factor_that_makes_frequencies_no_numbers_is_named():
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}
+    assert "its inv_freq has inf: rope_theta is 10000.0, factor is 0.0" in refusal(tiny("llama", rope_parameters=rope))

@@ -78,11 +78,12 @@ def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, st
     return forward, "; ".join(dict.fromkeys([layout] * bool(layout) + notes)), found, layout
 
 
-def _thetas(module: nn.Module) -> str:
-    """What its config has for rope_theta."""
+def _numbers(module: nn.Module) -> str:
+    """What its config has for rope_theta, and the factor of a scaling."""
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    return ", ".join(str(part["rope_theta"]) for part in each if "rope_theta" in part)
+    found = {name: [str(part[name]) for part in each if name in part] for name in ("rope_theta", "factor")}
+    return ", ".join(f"{name} is {', '.join(values)}" for name, values in found.items() if values)
 
 
 def _widths(module: nn.Module) -> str:
@@ -172,9 +173,9 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
         }
         buffers |= {key: value.cpu() for key, value in put.items()}
         if (given := buffers[name]) is not None and not given.isfinite().all():
-            theta = _thetas(module)
+            numbers = _numbers(module)
             raise NotCovered(
-                f"its {name} has {given[~given.isfinite()][0].item()}" + (f": rope_theta is {theta}" if theta else "")
+                f"its {name} has {given[~given.isfinite()][0].item()}" + (f": {numbers}" if numbers else "")
             )
         if given is not None and not given.numel():
             raise NotCovered(f"it rotates nothing: {_widths(module)}: a rotation takes two numbers of a head at least")
