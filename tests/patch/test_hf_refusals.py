@@ -145,8 +145,13 @@ def test_a_window_that_masks_of_the_family_do_not_have_is_named():
 def test_a_softcap_that_the_class_does_not_read_is_not_applied(cap):
     """A large one hardly shows in small logits."""
     said = refusal(tiny("llama", final_logit_softcapping=cap))
-    assert "(root) (LlamaForCausalLM): it does something to the logits that no aligned op computes" in said
+    assert f"its config has final_logit_softcapping {cap}, which its class does not read: take that out" in said
     vx.patch.hf(tiny("gemma2", final_logit_softcapping=cap)).undo()
+
+
+def test_a_scaling_of_logits_that_the_class_does_not_read_is_named():
+    said = refusal(tiny("llama", logits_scaling=4.0))
+    assert "(root) (LlamaForCausalLM): its config has logits_scaling 4.0, which its class does not read" in said
 
 
 def test_head_sizes_that_no_op_has_are_named():

@@ -255,6 +255,10 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
 
     scale = next((scale for scale in scales if pieces.agree(got.logits, logits(scale))), None)
     if scale is None:
+        if pieces.agree(got.logits, hidden @ head.weight.detach().t()):
+            named = {"logits_scaling": getattr(config, "logits_scaling", None), "final_logit_softcapping": softcap}
+            unread = " and ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+            raise NotCovered(f"its config has {unread}, which its class does not read: take that out")
         expected = logits(next(iter(scales)))
         factor = float((got.logits / expected).median())
         if pieces.agree(got.logits, expected * factor):
