@@ -329,7 +329,9 @@ class Runner:
         """What the model takes of images."""
         try:
             return self.handle.describe().images
-        except vx.patch.NotDescribed:
+        except vx.patch.NotDescribed as reason:
+            if getattr(self.model.config, "model_type", None) in vx.patch.WITH_IMAGES:
+                log.warning("%s: images are not taken, text alone is: %s", type(self.model).__name__, reason)
             return None
 
     def _agree(self, pages: int) -> int:
