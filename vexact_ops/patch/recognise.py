@@ -4,7 +4,6 @@ Each piece is `recognise(module, facts) -> Replace | Keep | None`, and raises No
 and is not. Facts are what is known of the model before; plan.py writes the answers down.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -264,8 +263,6 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
         if pieces.agree(got.logits, expected * factor):
             raise NotCovered(f"it multiplies the logits by {factor:.6g}, which its config does not name")
         raise NotCovered("it does something to the logits that no aligned op computes")
-    if math.frexp(scale)[0] != 0.5:
-        raise NotCovered(f"it divides the logits by {scale}: only powers of two are exact in the hidden states")
     if not slots.has_loss_slot(model):
         return forwards.wrapped_causal_forward(), scale, softcap
     if scale != 1 or softcap is not None:
