@@ -258,8 +258,9 @@ def test_chunks_begin_where_a_states_chunk_does(reuse, lengths, budget, page_siz
     for plan in toy.drain(scheduler, model, lookahead):
         # a last row alone is a decode to the scheduler
         prompts = [one for one in plan.chunks if one.start < one.sequence.num_prompt and one.length > 1]
-        assert all(one.end % chunk == 0 or one.needs_sample for one in prompts[1:])
-        assert not fits or all(one.start % chunk == 0 for one in prompts)
+        if fits:
+            assert all(one.end % chunk == 0 or one.needs_sample for one in prompts)
+            assert all(one.start % chunk == 0 for one in prompts)
 
 
 @pytest.mark.parametrize("kind", [family(kind) for kind in ("qwen3_5_text", "qwen3_5_moe_text")])

@@ -21,6 +21,7 @@ is with a slot, the row that a running sequence has in the runner's buffers.
 """
 
 import heapq
+import math
 import time
 from bisect import insort
 from collections import deque
@@ -297,6 +298,8 @@ class Scheduler(Verifying):
         if self.longest_first:
             chunks.sort(key=attrgetter("end"), reverse=True)
         budget -= num_decodes
+        # Behind so many chunks less than a state's chunk may wait, if the next step has room for a whole one.
+        first = num_decodes if budget >= (self._chunk or 0) else math.inf
         self.stats.chunks += num_decodes
         self.stats.decode_tokens += num_decodes - told
         self.stats.prefill_tokens += told
@@ -304,9 +307,9 @@ class Scheduler(Verifying):
         for sequence in prefills:
             if budget and sequence.state is running:
                 ready = len(sequence.tokens) + sequence.in_flight - sequence.num_planned
-                budget -= self._plan(plan, sequence, min(ready, budget), may_wait=len(chunks) > num_decodes)
+                budget -= self._plan(plan, sequence, min(ready, budget), may_wait=len(chunks) > first)
 
-        self._admit(plan, budget, num_decodes)
+        self._admit(plan, budget, first)
 
         if self.drafter is not None:
             if 0 < num_decodes == len(chunks):
@@ -407,7 +410,7 @@ class Scheduler(Verifying):
         """Whether somebody waits who has not been found to be too large for what is free."""
         return self.waiting and len(self.running) < self._max_running and self.waiting[0] is not self._blocked
 
-    def _admit(self, plan, budget, num_decodes):
+    def _admit(self, plan, budget, first):
         """Let the waiting in, in order, as far as the pages and the budget go."""
         pool, windows = self.pool, self.windows
         if not (budget and self._may_admit):
@@ -429,7 +432,7 @@ class Scheduler(Verifying):
                 passed.append(self.waiting.popleft())
                 continue
             known, node = pool.behind(known, node)
-            if self._chunk is not None and len(plan.chunks) > num_decodes:
+            if self._chunk is not None and len(plan.chunks) > first:
                 start = len(known) * pool.page_size
                 if self._cut(sequence, start, min(len(sequence.tokens), start + budget), may_wait=True)[0] == start:
                     break  # the next step has room for more
