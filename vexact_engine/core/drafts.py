@@ -525,15 +525,14 @@ class Drafter:
         asking = 0.0 if self._chains is None else self._chains.spent  # which `worth` does not count among steps
         own, between = now - plan.planned, plan.planned - committed - asking
         seconds = own + between if between < own else own
-        source = _source(plan) if plan.drafted else _MODEL[0]
-        self.pace.account(len(plan.chunks), plan.drafted, seconds + asking, tokens, source)
+        self.pace.account(len(plan.chunks), plan.drafted, seconds + asking, tokens, _source(plan))
         self.pace.note(len(plan.chunks), plan.drafted, seconds, plan.ahead)
 
 
-def _source(plan: "StepPlan") -> str:
-    """Where most of what it verifies comes from."""
+def _source(plan: "StepPlan") -> str | None:
+    """Where most of what it verifies comes from; None of single tokens alone."""
     rows: dict[str, int] = {}
-    for chunk in plan.chunks:
+    for chunk in plan.chunks if plan.drafted else ():
         if chunk.draft:
             rows[chunk.kind[0]] = rows.get(chunk.kind[0], 0) + len(chunk.draft)
-    return max(rows, key=rows.__getitem__)
+    return max(rows, key=rows.__getitem__, default=None)

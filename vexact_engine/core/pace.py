@@ -59,9 +59,9 @@ class Pace:
         self._unseen: dict[int, tuple[int, int]] = {}  # steps with drafts since one without, and how many there may be
         self._behind: str | None = None  # where drafts of the step before came from
 
-    def account(self, sequences: int, drafted: int, seconds: float, tokens: int, source: str = "text") -> None:
+    def account(self, sequences: int, drafted: int, seconds: float, tokens: int, source: str | None = "text") -> None:
         """A step with all that belongs to it took so long, and gave so many tokens. Before it is noted. source: where
-        drafts, or most of them, came from."""
+        drafts, or most of them, came from; of a step without any it is not asked for."""
         kind = bucket(sequences)
         plain = self._plain(kind)
         behind, self._behind = self._behind, source if drafted else None
