@@ -68,7 +68,7 @@ CASES = {
 
 def files(room: str) -> list[Path]:
     """Where a room's tests are."""
-    names = room, f"{room}_gpu", f"{room}_singles"
+    names = room, f"{room}_gpu", f"{room}_singles", f"{room}_step"
     return [path for name in names if (path := ROOT / "tests" / "ops" / f"test_{name}.py").exists()]
 
 

@@ -59,6 +59,9 @@ def ops(x: Tensor, w: Tensor, ids: Tensor, offsets: Tensor) -> None:
     assert_type(vx.gated_delta_varlen(x, x, x, x, x, offsets, scale=1.0), Tensor)
     assert_type(vx.gated_delta_varlen(x, x, x, x, x, offsets, return_final_state=True), tuple[Tensor, Tensor])
     assert_type(vx.gated_delta_paged(x, x, x, x, x, x, x, x, x, ids, ids, offsets, 1, singles=1), Tensor)
+    step = ids, ids, offsets, 1
+    assert_type(vx.conv_gated_delta_paged(x, w, None, x, x, x, w, w, x, x, x, x, *step, double_beta=True), Tensor)
+    assert_type(vx.conv_gated_delta_paged(x, w, None, x, x, x, w, w, x, x, x, x, *step, singles=1), Tensor)
     assert_type(vx.rope(x, x, x, x, interleaved=True), tuple[Tensor, Tensor])
     assert_type(vx.rope_cos_sin(ids, x, scaling=2.0), tuple[Tensor, Tensor])
     assert_type(vx.rope_kv_store(x, x, x, x, x, x, x, ids), Tensor)

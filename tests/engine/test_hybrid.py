@@ -117,7 +117,7 @@ def test_ops_are_told_how_many_single_rows_come_first(way, monkeypatch):
         told.append((options["singles"], args[offsets].diff().tolist()))
         return op(*args, **options)
 
-    for name, offsets in (("causal_conv_paged", 6), ("gated_delta_paged", 11)):
+    for name, offsets in (("causal_conv_paged", 6), ("gated_delta_paged", 11), ("conv_gated_delta_paged", 14)):
         monkeypatch.setattr(vx, name, functools.partial(watched, getattr(vx, name), offsets))
     with launch(kind, "cpu", dtype, max_num_batched_tokens=19) as engine:
         assert engine.path.startswith("fused" if way == "recorded" else way)

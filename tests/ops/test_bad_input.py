@@ -48,7 +48,7 @@ def test_a_tensor_on_another_device_is_named(name, device, other):
 
 
 QUICK = ("rmsnorm", "rmsnorm_gated", "delta_gates", "causal_conv_paged", "gated_delta_paged", "linear_silu_mul")
-QUICK += ("rope", "rope_kv_store")
+QUICK += ("rope", "rope_kv_store", "conv_gated_delta_paged")
 
 
 def changes(x):

@@ -204,20 +204,49 @@ def test_single_rows_that_come_first_do_not_look_for_their_sequences(monkeypatch
     x, weight, taps = torch.randn(300, 512), torch.randn(512, 4), torch.zeros(9, 4, 512)
     lengths = [1, 1, 1, 1, 1, 95, 200]
 
-    def grids(singles):
+    def grids(singles, behind=False):
         for calls in (every, *(kernel.calls for kernel in kernels)):
             calls.clear()
         given = x, weight, None, taps, ints("cpu", *range(7)), ints("cpu", *lengths), offsets("cpu", lengths)
-        triton.paged_fwd(*given, singles, True)
+        triton.behind(*given, singles, True, x.new_empty(x.shape)) if behind else triton.paged_fwd(
+            *given, singles, True
+        )
         return [[grid[0] for grid, _ in kernel.calls] for kernel in kernels]
 
     assert grids(0) == [[7], [-(-300 // triton._tile(300, 512)["ROWS"])]]
     assert grids(5) == [[7], [-(-295 // triton._tile(295, 512)["ROWS"])]]
     assert every == [fwd, step]  # which overwrites what the other reads
+    assert grids(5, behind=True) == [[2], grids(5)[1]]
     for kernel in kernels:  # which row is the first, how many sequences are computed
         assert 5 in [value for value in kernel.calls[0][1] if isinstance(value, int)]
     given = [t for kernel in kernels for _, args in kernel.calls for t in args if isinstance(t, torch.Tensor)]
     assert all(t.data_ptr() % 16 == 0 for t in given)  # or Triton would compile them anew
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("singles", [0, 1, 3])
+def test_sequences_behind_another_kernel_s(device, backend, dtype, singles):
+    """Their rows and rings, and nothing of those before them, which another kernel may have written already."""
+    if backend != "triton":
+        pytest.skip("a GPU's whole steps ask for it")
+    from vexact_ops.causal_conv import triton
+
+    kind = KINDS.at(0, device, dtype)
+    lengths, known, slots = [1, 1, 1, 5, 0, 1, 7], [0, 2, 9, 3, 4, 2, 0], [3, -1, 0, 2, 5, 1, 6]
+    x, weight, bias = inputs(sum(lengths), kind, dtype, device, singles)
+    ring = torch.randn(8, 8, kind.channels, generator=torch.Generator().manual_seed(3)).to(dtype).to(device)
+    lens = ints(device, *(n + m for n, m in zip(known, lengths)))
+    step = ints(device, *slots), lens, offsets(device, lengths), singles
+    expected, rings = ring.clone(), ring.clone()
+    of_all = triton.paged_fwd(x, weight, bias, expected, *step, True)
+    y = torch.full_like(x, torch.nan)
+    triton.behind(x, weight, bias, rings, *step, True, y)
+    assert_bitwise(y[singles:], of_all[singles:])
+    assert y[:singles].isnan().all()
+    before = [slot for slot in slots[:singles] if slot >= 0]
+    expected[before] = ring[before]
+    assert_bitwise(rings, expected)
 
 
 def test_a_call_that_forgets_its_taps_is_caught():

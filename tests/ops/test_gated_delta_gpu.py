@@ -35,7 +35,7 @@ def test_kernels_of_whole_sequences_have_the_canonical_bits(dtype, batch):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90 GPU"
 )
 @pytest.mark.parametrize("blocks", ["few", "crowded", "sparse"])
-@pytest.mark.parametrize("part", ["decode", "chunks", "whole", "backward"])
+@pytest.mark.parametrize("part", ["decode", "step", "chunks", "whole", "backward"])
 def test_every_kernel_has_the_canonical_bits(part, blocks):
     """Those too that a race leaves aside, on what admission tries them on."""
     from vexact_ops.gated_delta import cuda

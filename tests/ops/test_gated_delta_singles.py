@@ -134,7 +134,7 @@ def test_chunks_are_of_the_sequences_behind_single_rows(name, behind, monkeypatc
     rows, memory, step = going_on(lengths, (1, 2), (16, 32), torch.bfloat16, "cpu", 17)
     monkeypatch.setattr(cuda, "_native", lambda: kernels)
     monkeypatch.setattr(triton, "append", lambda *args: appended.append(args[-1]))  # a CPU's kernel has done that
-    monkeypatch.setattr(cuda, "_ahead", lambda v: 0)
+    monkeypatch.setattr(cuda.gpu, "multiprocessors", lambda device: 132)
 
     def route(call):
         asked.append((call.part, call.heads))

@@ -328,26 +328,18 @@ class _GatedDelta:
         self.conv = weights[part.conv].squeeze(1), weights.maybe(part.conv_bias)
         self.gates = weights[part.a_log], weights[part.dt_bias]
         self.norm, self.o = (weights[part.norm.weight], part.norm.eps), weights.rows(part.o)
-        keys = part.key_heads * part.k_dim
-        self.widths = keys, keys, part.value_heads * part.v_dim
 
     def __call__(self, x: Tensor, step: StepParts, *slots: Tensor, rows: Tensor | None = None) -> Tensor:
         state, taps, *opened = slots
         parts = self.read(x) if self.sizes is None else self.read.whole(x).split_with_sizes(self.sizes, 1)
         qkv, z, b, a = by_head(*parts, *self.heads) if self.by_head else parts
         _, (_, context, offsets, longest) = step.table
-        of, singles = (step.states, context, offsets), step.singles
-        qkv = vx.causal_conv_paged(qkv, *self.conv, taps, *of, singles=singles)
-        heads, k_dim, v_dim = self.heads
-        q, k, v = qkv.split_with_sizes(self.widths, 1)
-        q, k, v = q.unflatten(1, (heads, k_dim)), k.unflatten(1, (heads, k_dim)), v.unflatten(1, (-1, v_dim))
-        g, beta = vx.delta_gates(a, b, *self.gates, beta_dtype=torch.float32)  # chunks would have a copy made of it
-        if self.doubled:
-            beta = beta * 2.0
-        out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, *of, longest, singles=singles)
+        memory, given = (state, *opened, step.states, context, offsets, longest), (taps, a, b, *self.gates)
+        options = {"double_beta": self.doubled, "singles": step.singles}
+        out = vx.conv_gated_delta_paged(qkv, *self.conv, *given, *memory, **options)
         out, z = rows_of(out, rows), rows_of(z, rows)
         weight, eps = self.norm
-        out = vx.rmsnorm_gated(out, z.unflatten(1, (-1, v_dim)), weight, eps)
+        out = vx.rmsnorm_gated(out, z.unflatten(1, (-1, self.heads[2])), weight, eps)
         return self.ranks.gather(vx.linear(self.ranks.gather(out.flatten(1)), *self.o))
 
 

@@ -96,10 +96,13 @@ def causal_conv_paged(
     True
     """
     op = "causal_conv_paged"
-    if _paged_fits(x, weight, bias, taps, slots, context_lens, cu_seqlens_q):
+    if paged_fits(x, weight, bias, taps, slots, context_lens, cu_seqlens_q):
         check.choice(op, "activation", activation, ACTIVATIONS)
     else:
-        _check_paged(op, x, weight, bias, taps, slots, context_lens, cu_seqlens_q, activation)
+        check_paged(op, x, weight, bias, taps, activation)
+        sequences.check_slots(op, slots, context_lens, cu_seqlens_q)
+        tensors = {"x": x, "weight": weight, "bias": bias, "taps": taps, "slots": slots}
+        check.same_device(op, **tensors, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q)
     sequences.check_singles(op, singles, slots.shape[0])
     if torch.is_grad_enabled():
         sequences.no_gradient(op, "causal_conv", x=x, weight=weight, bias=bias, taps=taps)
@@ -109,8 +112,8 @@ def causal_conv_paged(
     return _causal_conv_paged(check.rows(x), weight, bias, taps, *step, activation == "silu", backend)
 
 
-def _paged_fits(x, weight, bias, taps, slots, context_lens, cu_seqlens_q) -> bool:
-    """Whether _check_paged would find nothing, without its messages: the engine asks at every layer of every step."""
+def paged_fits(x, weight, bias, taps, slots, context_lens, cu_seqlens_q) -> bool:
+    """Whether the checks with messages would find nothing: the engine asks at every layer of every step."""
     if not (check.alike(x, weight, taps) and check.alike(slots, context_lens, cu_seqlens_q)):
         return False
     if not (x.dim() == weight.dim() == 2 and taps.dim() == 3 and cu_seqlens_q.dim() == 1):
@@ -129,7 +132,9 @@ def _paged_fits(x, weight, bias, taps, slots, context_lens, cu_seqlens_q) -> boo
     )
 
 
-def _check_paged(op, x, weight, bias, taps, slots, context_lens, cu_seqlens_q, activation) -> None:
+def check_paged(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, taps: Tensor, activation: str | None = None
+) -> None:
     _check(op, x, weight, bias, activation)
     check.tensor(op, "taps", taps, ndim=3)
     check.same_dtype(op, "taps", taps, "x", x)
@@ -138,9 +143,6 @@ def _check_paged(op, x, weight, bias, taps, slots, context_lens, cu_seqlens_q, a
     if ring < width or ring & (ring - 1):
         raise ValueError(f"{op}: taps: got a ring of {ring}, expected a power of two of at least {width}, the taps")
     sequences.contiguous_slots(op, "taps", taps)
-    sequences.check_slots(op, slots, context_lens, cu_seqlens_q)
-    tensors = {"x": x, "weight": weight, "bias": bias, "taps": taps, "slots": slots}
-    check.same_device(op, **tensors, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q)
 
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:

@@ -12,7 +12,7 @@ from .._core.triton import OPTIONS, begin_beside, cdiv, early, next_power_of_2, 
 from ..silu_mul.triton import gate_slope, sigmoid, silu
 
 SEQUENCES = 128  # looked through at a time; no bit depends on it
-PER_CALL = ["tokens", "sequences", "slot_count", "first_row", "singles"]
+PER_CALL = ["tokens", "sequences", "slot_count", "first_row", "first_sequence", "singles"]
 
 
 def _tile(tokens: int, channels: int) -> dict:
@@ -154,15 +154,16 @@ def _tap(weight, column, there, w, W: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=PER_CALL)
 def _step_kernel(
-    x, weight, bias, y, offsets, taps, slots, lens, tokens, slot_count, singles, x_stride, slot_stride,
+    x, weight, bias, y, offsets, taps, slots, lens, tokens, slot_count, first_sequence, singles, x_stride, slot_stride,
     D: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
     PACKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first so many sequences, of about a row each: a program has all rows of one, so that it reads of the ring
     what it then overwrites, and no row looks for its sequence. Of the others, which _fwd_kernel computes, the last
-    inputs into their rings: that one is launched before, for it reads what is overwritten here."""
+    inputs into their rings: that one is launched before, for it reads what is overwritten here. Sequences before
+    first_sequence are another kernel's."""
     begin_beside(PDL)
-    sequence = tl.program_id(0)
+    sequence = first_sequence + tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < D
     begin = tl.maximum(tl.load(offsets + sequence), 0)
@@ -298,23 +299,34 @@ def _flat(bias: Tensor | None) -> Tensor | None:
 
 def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, singles, silu) -> Tensor:
     y = x.new_empty(*x.shape)
-    tokens, channels = x.shape
     if x.numel() == 0 or slots.numel() == 0:
         return y
     weight, bias, sequences = weight.contiguous(), _flat(bias), slots.shape[0]
-    if tokens == sequences:  # a row each, as a rule, and right if not
+    if x.shape[0] == sequences:  # a row each, as a rule, and right if not
         singles = sequences
-    block = min(1024 if sequences >= 64 else 256, next_power_of_2(max(channels, 16)))
+    _paged(x, weight, bias, y, taps, slots, context_lens, cu_seqlens_q, singles, silu)
+    return y
+
+
+def behind(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, singles, silu, y) -> None:
+    """Of a paged call the sequences behind the first `singles`, which have a row each: y's rows from there on, and
+    their rings. The first ones' are left to another kernel. weight and bias contiguous."""
+    _paged(x, weight, bias, y, taps, slots, context_lens, cu_seqlens_q, singles, silu, first_sequence=singles)
+
+
+def _paged(x, weight, bias, y, taps, slots, lens, offsets, singles, silu, first_sequence: int = 0) -> None:
+    (tokens, channels), sequences = x.shape, slots.shape[0]
+    count = sequences - first_sequence
+    block = min(1024 if count >= 64 else 256, next_power_of_2(max(channels, 16)))
     with on(x):
         if singles < sequences:
-            _launch(x, weight, bias, y, cu_seqlens_q, taps, slots, context_lens, silu, first_row=singles)
-        _step_kernel[sequences, cdiv(channels, block)](
-            x, weight, weight if bias is None else bias, y, cu_seqlens_q, taps, slots, context_lens, tokens,
-            taps.shape[0], singles, x.stride(0), taps.stride(0), D=channels, W=weight.shape[1], RING=taps.shape[1],
+            _launch(x, weight, bias, y, offsets, taps, slots, lens, silu, first_row=singles)
+        _step_kernel[count, cdiv(channels, block)](
+            x, weight, weight if bias is None else bias, y, offsets, taps, slots, lens, tokens, taps.shape[0],
+            first_sequence, singles, x.stride(0), taps.stride(0), D=channels, W=weight.shape[1], RING=taps.shape[1],
             BIAS=bias is not None, SILU=silu, PACKED=_packed(weight), BLOCK=block, num_warps=4 if block > 256 else 1,
             **OPTIONS, **early(x),
         )  # fmt: skip
-    return y
 
 
 def varlen_bwd(dy, x, weight, bias, cu_seqlens, silu):

@@ -55,6 +55,14 @@ def paged_fwd(
     return out
 
 
+def step_fwd(*given) -> None:
+    """None: the three ops compute it. Of what they would refuse by their own names, what is asked of this op."""
+    x, offsets, longest, singles = given[0], *given[14:17]
+    if not singles_valid(offsets, singles):
+        op = "conv_gated_delta_paged"
+        explain_singles(op, singles, explain_offsets(op, "cu_seqlens_q", offsets, x.shape[0], "x", longest))
+
+
 def delta_gates_fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, g: Tensor, beta: Tensor) -> None:
     rounded = beta if beta.dtype == b.dtype else b.new_empty(b.shape)
     native.ops().delta_gates_fwd(a, b, a_log.float(), dt_bias.float(), g, rounded)

@@ -35,18 +35,9 @@ def delta_gates(
     (True, True)
     """
     op = "delta_gates"
-    if not (
-        check.alike(a, b)
-        and check.alike(a_log, dt_bias)
-        and a.dtype in check.FLOATS
-        and a_log.dtype in check.FLOATS
-        and a_log.device == a.device
-        and a.dim() == 2
-        and a.shape == b.shape
-        and a_log.shape == dt_bias.shape == a.shape[1:]
-        and a.shape[1] > 0
-    ):
-        _check(op, a, b, a_log, dt_bias)
+    if not gates_fit(a, b, a_log, dt_bias):
+        check_gates(op, a, b, a_log, dt_bias)
+        check.same_device(op, a=a, b=b, a_log=a_log, dt_bias=dt_bias)
     if beta_dtype is None:
         beta_dtype = b.dtype
     elif beta_dtype not in (b.dtype, torch.float32):
@@ -56,7 +47,22 @@ def delta_gates(
     return _delta_gates(check.rows(a), check.rows(b), a_log, dt_bias, beta_dtype, backend)
 
 
-def _check(op: str, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
+def gates_fit(a, b, a_log, dt_bias) -> bool:
+    """Whether the checks with messages would find nothing: the engine asks at every layer of every step."""
+    return (
+        check.alike(a, b)
+        and check.alike(a_log, dt_bias)
+        and a.dtype in check.FLOATS
+        and a_log.dtype in check.FLOATS
+        and a_log.device == a.device
+        and a.dim() == 2
+        and a.shape == b.shape
+        and a_log.shape == dt_bias.shape == a.shape[1:]
+        and a.shape[1] > 0
+    )
+
+
+def check_gates(op: str, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> None:
     check.tensor(op, "a", a, check.FLOATS, 2)
     check.tensor(op, "b", b)
     check.same_dtype(op, "b", b, "a", a)
@@ -66,7 +72,6 @@ def _check(op: str, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> Non
     for arg, x in (("a_log", a_log), ("dt_bias", dt_bias)):
         check.tensor(op, arg, x, check.FLOATS)
         check.shape(op, arg, x, a.shape[1:])
-    check.same_device(op, a=a, b=b, a_log=a_log, dt_bias=dt_bias)
 
 
 def _fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, beta_dtype: torch.dtype, backend: str):

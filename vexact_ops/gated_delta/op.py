@@ -1,5 +1,6 @@
 """Gated delta nets: one chunked definition for training, prefill chunks and decode, with the same bits in all three."""
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -185,10 +186,7 @@ def gated_delta_paged(
         rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         tensors = {"state": state, "open_k": open_k, "open_u": open_u, "open_g": open_g}
         sequences.no_gradient(op, "gated_delta_varlen", **rows, **tensors)
-    if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int | torch.SymInt):
-        raise TypeError(f"{op}: max_seqlen_q: got {type(max_seqlen_q).__name__}, expected an int")
-    if isinstance(max_seqlen_q, int) and max_seqlen_q < 0:
-        raise ValueError(f"{op}: max_seqlen_q: got {max_seqlen_q}, expected at least 0")
+    check_longest(op, max_seqlen_q)
     backend = ROOM.resolve(q.device, backend)
     check.served(op, "q", q.dtype, backend)
     options = max_seqlen_q, singles, scale, bool(qk_l2norm), backend
@@ -207,7 +205,6 @@ def _paged_fits(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_
     ):
         return False
     (tokens, hk, dk), (rows, hv, dv), device = q.shape, v.shape, q.device
-    count, batch = len(state) if state.dim() else 0, (cu_seqlens_q.shape[0] - 1,)
     return (
         q.dtype in check.FLOATS
         and g.dtype == torch.float32
@@ -217,7 +214,17 @@ def _paged_fits(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_
         and k.shape == q.shape
         and rows == tokens
         and g.shape == beta.shape == (tokens, hv)
-        and 0 < hk <= hv <= GROUP * hk
+        and memory_fits((hk, dk), (hv, dv), state, open_k, open_u, open_g)
+        and slots.shape == context_lens.shape == (cu_seqlens_q.shape[0] - 1,)
+    )
+
+
+def memory_fits(key, value, state, open_k, open_u, open_g) -> bool:
+    """As _paged_fits, of what check_heads and check_memory look at, but for dtypes."""
+    (hk, dk), (hv, dv) = key, value
+    count = len(state) if state.dim() else 0
+    return (
+        0 < hk <= hv <= GROUP * hk
         and hv % hk == 0
         and 16 <= dk <= WIDEST
         and 16 <= dv <= WIDEST
@@ -229,7 +236,6 @@ def _paged_fits(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_
         and open_k.is_contiguous()
         and open_u.is_contiguous()
         and open_g.is_contiguous()
-        and slots.shape == context_lens.shape == batch
     )
 
 
@@ -237,21 +243,40 @@ def _check_paged(
     op, q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, scale
 ) -> float:
     scale = _check(op, q, k, v, g, beta, scale)
-    sizes = {
-        "state": (v.shape[1], q.shape[2], v.shape[2]),
-        "open_k": (CHUNK, *k.shape[1:]),
-        "open_u": (CHUNK, *v.shape[1:]),
-        "open_g": (CHUNK, v.shape[1]),
-    }
     tensors = {"state": state, "open_k": open_k, "open_u": open_u, "open_g": open_g}
-    for arg, x in tensors.items():
-        check.tensor(op, arg, x, (q.dtype,) if arg == "open_k" else _FP32)
-        check.shape(op, arg, x, ("slots" if x is state else state.shape[0], *sizes[arg]))
-        sequences.contiguous_slots(op, arg, x)
+    check_memory(op, q.dtype, k.shape[1:], v.shape[1:], **tensors)
     sequences.check_slots(op, slots, context_lens, cu_seqlens_q)
     rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     check.same_device(op, **rows, **tensors, slots=slots, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q)
     return scale
+
+
+def check_memory(op: str, dtype: torch.dtype, key: Sequence[int], value: Sequence[int], **tensors: Tensor) -> None:
+    """state, open_k, open_u and open_g of key and value heads (Hk, dk) and (Hv, dv)."""
+    (hk, dk), (hv, dv) = key, value
+    sizes = (hv, dk, dv), (CHUNK, hk, dk), (CHUNK, hv, dv), (CHUNK, hv)
+    for size, (arg, x) in zip(sizes, tensors.items()):
+        check.tensor(op, arg, x, (dtype,) if arg == "open_k" else _FP32)
+        check.shape(op, arg, x, ("slots" if arg == "state" else tensors["state"].shape[0], *size))
+        sequences.contiguous_slots(op, arg, x)
+
+
+def check_heads(op: str, arg: str, key: Sequence[int], value: Sequence[int]) -> None:
+    (hk, dk), (hv, dv) = key, value
+    if hk == 0 or hv == 0 or hv % hk or hv > GROUP * hk:
+        raise ValueError(
+            f"{op}: {arg}: got {hv} heads for k's {hk}, expected a multiple of {hk}, at most {GROUP} times"
+        )
+    for name, dim in (("q", dk), (arg, dv)):
+        if not 16 <= dim <= WIDEST:
+            raise ValueError(f"{op}: {name}: got heads of {dim}, expected 16 to {WIDEST}")
+
+
+def check_longest(op: str, max_seqlen_q: int) -> None:
+    if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int | torch.SymInt):
+        raise TypeError(f"{op}: max_seqlen_q: got {type(max_seqlen_q).__name__}, expected an int")
+    if isinstance(max_seqlen_q, int) and max_seqlen_q < 0:
+        raise ValueError(f"{op}: max_seqlen_q: got {max_seqlen_q}, expected at least 0")
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None) -> float:
@@ -262,11 +287,7 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sc
     check.shape(op, "k", k, q.shape)
     check.shape(op, "v", v, (q.shape[0], "Hv", "dv"))
     (tokens, hk, dk), (_, hv, dv) = q.shape, v.shape
-    if hk == 0 or hv == 0 or hv % hk or hv > GROUP * hk:
-        raise ValueError(f"{op}: v: got {hv} heads for k's {hk}, expected a multiple of {hk}, at most {GROUP} times")
-    for arg, dim in (("q", dk), ("v", dv)):
-        if not 16 <= dim <= WIDEST:
-            raise ValueError(f"{op}: {arg}: got heads of {dim}, expected 16 to {WIDEST}")
+    check_heads(op, "v", (hk, dk), (hv, dv))
     check.tensor(op, "g", g, _FP32)
     check.tensor(op, "beta", beta, dict.fromkeys((torch.float32, q.dtype)))
     for arg, x in (("g", g), ("beta", beta)):
