@@ -18,6 +18,7 @@ from .harness import environment
 NEW_TOKENS, LENGTHS = 16, [16, 64, 33, 200]
 PROMPTS = {"cpu": 8, "cuda": 256}  # 4,096 tokens on a GPU
 STOCK_PROMPTS = {"cpu": 8, "cuda": 32}
+STOCK_PROMPTS_DELTA = 4  # a delta net without kernels of others: transformers goes through its chunks in Python
 STEP_TOKENS = {"cpu": 128, "cuda": 8192}  # less than all prompts together: they go in chunks, beside decodes
 BATCH_SIZES = (1, 8, 64, 256)
 PACK_TOKENS = 2048
@@ -69,7 +70,7 @@ def _record(args: argparse.Namespace, source: str, dtype: str) -> dict:
         SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True),
         config=config,
         stock=(dtype,),
-        stock_prompts=STOCK_PROMPTS[args.device],
+        stock_prompts=STOCK_PROMPTS_DELTA if _has_delta(loaded.model) else STOCK_PROMPTS[args.device],
         pack_tokens=PACK_TOKENS,
         batch_sizes=[size for size in BATCH_SIZES if size <= count],
         warm=True,
@@ -109,6 +110,11 @@ def _record(args: argparse.Namespace, source: str, dtype: str) -> dict:
         "transformers": metadata.version("transformers"),
         **environment(args.device),
     }
+
+
+def _has_delta(model: torch.nn.Module) -> bool:
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    return "linear_attention" in (kinds or ())
 
 
 def _phases(found) -> dict[str, float]:

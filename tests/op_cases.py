@@ -188,25 +188,61 @@ CASES = {
             {},
         ),
     ),
+    "causal_conv_paged.singles": (
+        "causal_conv",
+        lambda i: (
+            (
+                *(i.new(5, 24), i.new(24, 4), None, i.new(3, 4, 24), i.ints(2, 0, 1, dtype=INT32)),
+                *(i.ints(3, 6, 3, dtype=INT32), i.ints(0, 1, 2, 5, dtype=INT32)),
+            ),
+            {"singles": 2},
+        ),
+    ),
     "gated_delta_varlen": (
         "gated_delta",
         lambda i: ((*delta_rows(i, 9), i.ints(0, 6, 9, dtype=INT32)), {"return_final_state": True}),
     ),
-    "gated_delta_paged": (
-        "gated_delta",
-        lambda i: (
-            (
-                *(x.detach() for x in delta_rows(i, 3)),
-                *(i.new(3, 2, 16, 16, dtype=FP32), i.new(3, 64, 1, 16), i.new(3, 64, 2, 16, dtype=FP32)),
-                *(i.new(3, 64, 2, dtype=FP32), i.ints(2, 0, dtype=INT32), i.ints(67, 2, dtype=INT32)),
-                *(i.ints(0, 1, 3, dtype=INT32), 2),
+    **{
+        f"gated_delta_paged{name}": (
+            "gated_delta",
+            lambda i, options=options: (
+                (
+                    *(x.detach() for x in delta_rows(i, 3)),
+                    *(i.new(3, 2, 16, 16, dtype=FP32), i.new(3, 64, 1, 16), i.new(3, 64, 2, 16, dtype=FP32)),
+                    *(i.new(3, 64, 2, dtype=FP32), i.ints(2, 0, dtype=INT32), i.ints(67, 2, dtype=INT32)),
+                    *(i.ints(0, 1, 3, dtype=INT32), 2),
+                ),
+                options,
             ),
-            {},
-        ),
-    ),
+        )
+        for name, options in (("", {}), (".singles", {"singles": 1}))
+    },
+    **{
+        f"conv_gated_delta_paged{name}": (
+            "gated_delta",
+            lambda i, rows=rows, options=options: (
+                (
+                    *(i.new(rows, 64).detach(), i.new(64, 4).detach(), None, i.new(3, 4, 64).detach()),
+                    *(i.new(rows, 2).detach(), i.new(rows, 2).detach(), i.new(2, dtype=FP32), i.new(2, dtype=FP32)),
+                    *(i.new(3, 2, 16, 16, dtype=FP32), i.new(3, 64, 1, 16), i.new(3, 64, 2, 16, dtype=FP32)),
+                    *(i.new(3, 64, 2, dtype=FP32), i.ints(2, 0, dtype=INT32), i.ints(67, 2, dtype=INT32)),
+                    *(i.ints(0, 1, rows, dtype=INT32), rows - 1),
+                ),
+                options,
+            ),
+        )
+        for name, rows, options in (("", 2, {}), (".singles", 3, {"singles": 1}))
+    },
     "delta_gates": (
         "gated_delta",
         lambda i: ((i.new(5, 4), i.new(5, 4), i.new(4, dtype=FP32), i.new(4, dtype=FP32)), {}),
+    ),
+    "delta_gates.wide": (
+        "gated_delta",
+        lambda i: (
+            (i.new(5, 4), i.new(5, 4), i.new(4, dtype=FP32), i.new(4, dtype=FP32)),
+            {"beta_dtype": FP32},
+        ),
     ),
     "kv_cache_store": (
         "kv_cache",
@@ -240,6 +276,7 @@ CASES = {
 NO_GRADIENT = {
     "attention_paged",
     "causal_conv_paged",
+    "conv_gated_delta_paged",
     "gated_delta_paged",
     "kv_cache_store",
     "rope_kv_store",

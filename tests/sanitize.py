@@ -22,8 +22,10 @@ PROGRAM = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sani
 # What of a room's GPU tests: few, small, and each kernel at least once; each selection runs in a process of its own.
 # CUDA graphs need the caching allocator.
 CASES = {
-    "causal_conv": ("bf16 and (stand_alone or any_split or gradients) or no_slot",),
-    "gated_delta": ("bf16 and (stand_alone or any_split or gradients_of) or a_slot_is or no_slot or without_rows",),
+    "causal_conv": ("bf16 and (stand_alone or any_split or come_first or gradients) or no_slot",),
+    "gated_delta": (
+        "bf16 and (stand_alone or any_split or come_first or gradients_of) or a_slot_is or no_slot or without_rows",
+    ),
     "attention": (
         "bf16 and (every_path or queries_stand or gradients_of_a_sequence)",
         "decode_of_few and (140-300 or 80-900) and heads8 or prompt_in_chunks and 16 or latent_gradients",
@@ -66,7 +68,8 @@ CASES = {
 
 def files(room: str) -> list[Path]:
     """Where a room's tests are."""
-    return [path for name in (room, f"{room}_gpu") if (path := ROOT / "tests" / "ops" / f"test_{name}.py").exists()]
+    names = room, f"{room}_gpu", f"{room}_singles", f"{room}_step"
+    return [path for name in names if (path := ROOT / "tests" / "ops" / f"test_{name}.py").exists()]
 
 
 # What the sanitizer says: a report begins behind one space, its further lines are indented; test's dots may precede.

@@ -92,6 +92,19 @@ def delta(q, k, v, g, beta, state, open_k, open_u, open_g, slots, lens):
     return vx.gated_delta_paged(q, k, v, g, beta, *memory, slots, lens, cu, 1), *memory
 
 
+def delta_step(x, weight, taps, a, b, a_log, dt_bias, state, open_k, open_u, open_g, slots, lens):
+    memory = [t.clone() for t in (taps, state, open_k, open_u, open_g)]
+    cu, gates = torch.arange(ROWS + 1, dtype=torch.int32, device="cuda"), (a, b, a_log, dt_bias)
+    return vx.conv_gated_delta_paged(x, weight, None, memory[0], *gates, *memory[1:], slots, lens, cu, 1), *memory
+
+
+def delta_inputs(seed):
+    channels = 64 * (2 * HK + HQ)
+    weights = random(seed + 20, channels, 4), random(seed + 21, 8, 4, channels)
+    gates = *(random(seed + i, ROWS, HQ) for i in (22, 23)), *(random(seed + i, HQ).float() for i in (24, 25))
+    return random(seed + 26, ROWS, channels), *weights, *gates, *delta_memory(seed), *a_token_each(seed)
+
+
 # name -> (function, seed -> its inputs)
 OPS = {
     "rmsnorm": (vx.rmsnorm, lambda s: (random(s, ROWS, 512), random(s + 1, 512))),
@@ -115,6 +128,7 @@ OPS = {
         lambda s: (random(s, ROWS, 512), random(s + 1, 512, 4), random(s + 2, 8, 4, 512), *a_token_each(s)),
     ),
     "gated_delta_paged": (delta, lambda s: (*delta_rows(s), *delta_memory(s), *a_token_each(s))),
+    "conv_gated_delta_paged": (delta_step, delta_inputs),
     "delta_gates": (
         vx.delta_gates,
         lambda s: (*(random(s + i, ROWS, HQ) for i in range(2)), *(random(s + i, HQ).float() for i in (2, 3))),

@@ -53,7 +53,7 @@ COMPOSED_OF = {
     "fused_moe": {"grouped_linear", "silu_mul"},
     "rmsnorm": {"silu_mul"},
     "causal_conv": {"silu_mul"},
-    "gated_delta": {"silu_mul"},
+    "gated_delta": {"causal_conv", "silu_mul"},
 }
 
 

@@ -289,6 +289,7 @@ def test_every_native_op_is_here():
         "gated_delta_backward",
         "gated_delta_chunks",
         "gated_delta_decode",
+        "gated_delta_step",
         "gated_delta_whole",
     }
     assert {*cases(BF16, "cpu")} | on_gpu | ELSEWHERE == declared

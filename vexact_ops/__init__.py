@@ -40,6 +40,7 @@ _WHERE = {
     "gated_delta_varlen": "gated_delta.op",
     "gated_delta_paged": "gated_delta.op",
     "delta_gates": "gated_delta.gates",
+    "conv_gated_delta_paged": "gated_delta.step",
     "sample": "sampler.op",
     # about this process
     "admit": "patch.admit",
@@ -137,6 +138,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .gated_delta.gates import delta_gates as delta_gates
     from .gated_delta.op import gated_delta_paged as gated_delta_paged
     from .gated_delta.op import gated_delta_varlen as gated_delta_varlen
+    from .gated_delta.step import conv_gated_delta_paged as conv_gated_delta_paged
     from .grouped_linear.op import grouped_linear as grouped_linear
     from .kv_cache.op import kv_cache_store as kv_cache_store
     from .layer_norm.op import layer_norm as layer_norm

@@ -1,5 +1,5 @@
-"""causal_conv over the channels of a delta net's projections: a training forward, it with its backward, and a decode
-step, against torch's grouped convolution and causal-conv1d."""
+"""causal_conv over the channels of a delta net's projections: a training forward, it with its backward, a decode step
+and a chunk of a prompt, against torch's grouped convolution and causal-conv1d."""
 
 from collections.abc import Iterator, Sequence
 
@@ -28,6 +28,15 @@ def _stock_step(x, weight, taps, slots, lens, cu):
     taps.index_copy_(0, slots.long(), window)
     y = (window[:, -WIDTH:].float() * weight.t().float()).sum(1)
     return torch.nn.functional.silu(y).to(x.dtype)
+
+
+def _stock_chunk(x, weight, taps, slots, lens, cu):
+    """Of one sequence, whose length is a multiple of the ring's before and after."""
+    slot = slots.long()
+    rows = torch.cat([taps[slot][0, 1 - WIDTH :], x])
+    y = torch.nn.functional.conv1d(rows.t()[None], weight[:, None], groups=x.shape[1])
+    taps.index_copy_(0, slot, x[None, -taps.shape[1] :])
+    return torch.nn.functional.silu(y[0].t())
 
 
 def _causal_conv1d():
@@ -79,6 +88,20 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
             whole = ours(x, weight, taps.clone(), slots, lens, cu)
             return ours(x[last:], weight, taps.clone(), slots[last:], lens[last:], cu[:2]), whole[last:]
 
+        def chunk(count=count):
+            """Of rows that stand in wider ones, as a projection leaves them."""
+            x = random(count, channels + 64, dtype=dtype, device=device, seed=1)[:, :channels]
+            weight, taps, slots, _, _ = step(1)[1:]
+            numbers = torch.arange(2, dtype=torch.int32, device=device) * count
+            return x, weight, taps, slots, numbers[1:] + 100, numbers
+
+        def chunk_bits(x, weight, taps, slots, lens, cu):
+            half = x.shape[0] // 2
+            gone = x.shape[0] - half
+            whole = ours(x, weight, taps.clone(), slots, lens, cu)
+            first = ours(x[:half], weight, taps, slots, lens - gone, cu.clamp(max=half))
+            return torch.cat([first, ours(x[half:], weight, taps, slots, lens, cu.clamp(max=gone))]), whole
+
         def ours(x, weight, taps, slots, lens, cu):
             return vx.causal_conv_paged(x, weight, None, taps, slots, lens, cu)
 
@@ -105,6 +128,16 @@ def cases(shape: Shape, rows: Sequence[int], dtype: torch.dtype, device: str) ->
             bytes=2 * once * size,
             flops=(6 * WIDTH + 12) * count * channels,
         )
+        if count % WIDTH == 0:
+            yield Case(
+                "causal_conv",
+                f"chunk {name}",
+                chunk,
+                {"vexact": ours, "torch": _stock_chunk},
+                chunk_bits,
+                bytes=(once + 2 * WIDTH * channels) * size,
+                flops=(2 * WIDTH + 4) * count * channels,
+            )
         if count > 1024:  # sequences
             continue
         yield Case(

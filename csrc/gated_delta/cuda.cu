@@ -15,22 +15,26 @@
 namespace vx {
 namespace {
 
-template <class T, int DK>
-void launch(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
-  auto kernel = delta::decode_kernel<T, DK>;
-  constexpr int kBytes = sizeof(delta::DecodeShared<T, DK>);
+template <class T, int DK, bool STEP>
+void launch(const GatedDeltaDecode& args, const DeltaStep& step, int64_t multiprocessors, int device, cudaStream_t stream) {
+  auto kernel = delta::decode_kernel<T, DK, STEP>;
+  constexpr int kBytes = sizeof(delta::DecodeShared<T, DK, STEP>), kBlocks = delta::kDecodeBlocks<T, DK>;
+  static_assert(kBlocks * (kBytes + 1024) <= 228 << 10);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, kBytes, device, allowed);
-  const dim3 grid(unsigned(args.hv * (args.dv / kDecodeColumns)), unsigned(args.sequences));
-  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kDecodeThreads, kBytes, stream, args));
+  const int64_t items = int64_t(args.hv) * (args.dv / kDecodeColumns) * args.sequences;
+  STD_TORCH_CHECK(items < (1ll << 30), "gated_delta: too many sequences");
+  const dim3 grid(unsigned(std::min(items, kBlocks * multiprocessors)));
+  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kDecodeThreads, kBytes, stream, args, step));
 }
 
-template <class T>
-void launch(const GatedDeltaDecode& args, int device, cudaStream_t stream) {
+template <class T, bool STEP>
+void launch_decode(const GatedDeltaDecode& args, const DeltaStep& step, int64_t multiprocessors, int device,
+                   cudaStream_t stream) {
   switch (args.dk) {
-    case 64: return launch<T, 64>(args, device, stream);
-    case 128: return launch<T, 128>(args, device, stream);
-    default: launch<T, 256>(args, device, stream);
+    case 64: return launch<T, 64, STEP>(args, step, multiprocessors, device, stream);
+    case 128: return launch<T, 128, STEP>(args, step, multiprocessors, device, stream);
+    default: launch<T, 256, STEP>(args, step, multiprocessors, device, stream);
   }
 }
 
@@ -191,23 +195,81 @@ void check_out(const Tensor& out, const Tensor& v) {
 // One row of each sequence that has one in this call; the others are left to another kernel.
 void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor open_k, Tensor open_u,
                         Tensor open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm,
-                        int64_t ahead, Tensor out) {
+                        int64_t multiprocessors, Tensor out) {
   GatedDeltaDecode args{};
-  args.ahead = int(std::clamp<int64_t>(ahead, 0, 1 << 20));
   fill_rows(args, q, k, v, g, beta, cu_seqlens_q, scale, l2norm);
   fill_slots(args, q, state, open_k, open_u, open_g, slots, context_lens);
   args.open_k = mutable_data(open_k), args.open_g = static_cast<float*>(mutable_data(open_g));
-  STD_TORCH_CHECK((args.dk == 64 || args.dk == 128 || args.dk == 256) && args.dv % kDecodeColumns == 0,
+  STD_TORCH_CHECK((args.dk == 64 || args.dk == 128 || args.dk == 256) && args.dv % kDecodeColumns == 0 && multiprocessors > 0,
                   "gated_delta: expected heads of 64, 128 or 256, and values of a multiple of ", kDecodeColumns);
   check_out(out, v);
   args.out = mutable_data(out);
   if (args.sequences == 0 || args.tokens == 0) return;
   const DeviceGuard guard = on_device_of(q);
   const cudaStream_t stream = current_stream(q);
+  const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch<__nv_bfloat16>(args, q.get_device_index(), stream);
+    launch_decode<__nv_bfloat16, false>(args, {}, multiprocessors, device, stream);
   else
-    launch<__half>(args, q.get_device_index(), stream);
+    launch_decode<__half, false>(args, {}, multiprocessors, device, stream);
+}
+
+// The same of rows as a layer's projection gives them: with the convolution, which remembers its inputs, and the gates.
+void gated_delta_step(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor taps, Tensor a, Tensor b, Tensor a_log,
+                      Tensor dt_bias, Tensor state, Tensor open_k, Tensor open_u, Tensor open_g, Tensor slots,
+                      Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm, bool doubled,
+                      int64_t multiprocessors, Tensor out) {
+  const ScalarType dtype = x.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, "gated_delta: x: expected bf16 or fp16");
+  STD_TORCH_CHECK(x.dim() == 2 && out.dim() == 3 && open_k.dim() == 4 && taps.dim() == 3 && cu_seqlens_q.numel() > 0,
+                  "gated_delta: expected x (T, channels), taps (slots, ring, channels), open_k (slots, 64, Hk, dk)");
+  const int64_t tokens = x.size(0), hk = open_k.size(2), dk = open_k.size(3), hv = out.size(1), dv = out.size(2);
+  const int64_t sequences = cu_seqlens_q.numel() - 1, channels = 2 * hk * dk + hv * dv, ring = taps.size(1);
+  STD_TORCH_CHECK((dk == 64 || dk == 128 || dk == 256) && dv > 0 && dv <= 256 && dv % kDecodeColumns == 0 &&
+                      multiprocessors > 0 && hk > 0 && hv > 0 && hv % hk == 0 && hv % 2 == 0,
+                  "gated_delta: heads");
+  STD_TORCH_CHECK(sequences < 65536 && tokens < (1ll << 31) && channels < (1ll << 31), "gated_delta: too many sequences or rows");
+  check_2d(x, "x", tokens, channels);
+  check_2d(weight, "weight", channels, kStepTaps);
+  check_2d(a, "a", tokens, hv);
+  check_2d(b, "b", tokens, hv);
+  check_1d(a_log, "a_log", hv);
+  check_1d(dt_bias, "dt_bias", hv);
+  if (bias) check_1d(*bias, "bias", channels);
+  STD_TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == dtype && taps.scalar_type() == dtype && a.scalar_type() == dtype &&
+                      b.scalar_type() == dtype && (!bias || bias->scalar_type() == dtype),
+                  "gated_delta: weight, bias, taps, a, b: expected the dtype of x");
+  for (const Tensor& t : {a_log, dt_bias})
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float || t.scalar_type() == dtype, "gated_delta: a_log, dt_bias: dtype");
+  const auto on = [](const Tensor& t, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(data(t)) % bytes == 0; };
+  STD_TORCH_CHECK(x.stride(0) % 8 == 0 && on(x, 16) && on(weight, 16) && a.stride(0) % 2 == 0 && b.stride(0) % 2 == 0 && on(a, 4) &&
+                      on(b, 4) && on(a_log, 4) && on(dt_bias, 4),
+                  "gated_delta: expected rows on 16-byte boundaries, of gates on 4-byte boundaries");
+  STD_TORCH_CHECK(ring >= kStepTaps && (ring & (ring - 1)) == 0, "gated_delta: taps: expected a ring of a power of two");
+  GatedDeltaDecode args{};
+  args.offsets = values<int32_t>(cu_seqlens_q, "cu_seqlens_q", sequences + 1);
+  args.sequences = int(sequences), args.tokens = int(tokens);
+  args.hk = int(hk), args.hv = int(hv), args.dk = int(dk), args.dv = int(dv);
+  args.scale = float(scale), args.l2norm = l2norm;
+  fill_slots(args, x, state, open_k, open_u, open_g, slots, context_lens);
+  args.open_k = mutable_data(open_k), args.open_g = static_cast<float*>(mutable_data(open_g));
+  STD_TORCH_CHECK(out.is_contiguous() && out.size(0) == tokens && out.scalar_type() == dtype, "gated_delta: out");
+  args.out = mutable_data(out);
+  DeltaStep step{};
+  step.x = data(x), step.x_row = x.stride(0);
+  step.weight = data(weight), step.bias = data(bias);
+  step.taps_slot = check_slots(taps, "taps", args.slot_count, {ring, channels});
+  step.taps = mutable_data(taps), step.ring = int(ring), step.channels = int(channels);
+  step.a = data(a), step.b = data(b), step.a_row = a.stride(0), step.b_row = b.stride(0);
+  step.a_log = data(a_log), step.wide_a_log = a_log.scalar_type() == ScalarType::Float;
+  step.dt_bias = data(dt_bias), step.wide_dt_bias = dt_bias.scalar_type() == ScalarType::Float;
+  step.doubled = doubled;
+  if (sequences == 0 || tokens == 0) return;
+  const DeviceGuard guard = on_device_of(x);
+  if (dtype == ScalarType::BFloat16)
+    launch_decode<__nv_bfloat16, true>(args, step, multiprocessors, x.get_device_index(), current_stream(x));
+  else
+    launch_decode<__half, true>(args, step, multiprocessors, x.get_device_index(), current_stream(x));
 }
 
 float* planes(const std::optional<Tensor>& t, const char* name, int64_t size) {
@@ -373,6 +435,7 @@ void gated_delta_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Ten
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
   m.impl("gated_delta_decode", TORCH_BOX(&vx::gated_delta_decode));
+  m.impl("gated_delta_step", TORCH_BOX(&vx::gated_delta_step));
   m.impl("gated_delta_chunks", TORCH_BOX(&vx::gated_delta_chunks));
   m.impl("gated_delta_whole", TORCH_BOX(&vx::gated_delta_whole));
   m.impl("gated_delta_backward", TORCH_BOX(&vx::gated_delta_backward));

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import vexact_ops as vx
+from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine.runner import memory
 from vexact_engine.runner.batch import plain
 from vexact_engine.runner.decoder import Decoder, Weights
@@ -394,3 +395,30 @@ def test_one_layer_of_each_kind(name):
             counts.append(len(seen) - 1)
         assert counts == [len(kinds), 2 + len(set(kinds[1:-1])), len(kinds)]
         assert counts[1] < counts[0]
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "name,changes",
+    [
+        ("granitemoe", {"logits_scaling": 6.0}),  # of Granite 3.0 1B-A400M
+        ("cohere", {"logit_scale": 5 / 6}),
+        ("minicpm3", {"dim_model_base": 12, "num_key_value_heads": 4}),  # 2560 / 256 of MiniCPM3-4B
+    ],
+    ids=["granitemoe", "cohere", "minicpm3"],
+)
+def test_logits_are_divided_by_any_number(name, changes, dtype):
+    """In the hidden states, which are rounded once more where it is no power of two: in rollout and trainer alike."""
+    model, prompt = tiny(name, dtype, **changes), sequences((11,))[0].tolist()
+    config = EngineConfig(num_pages=16, show_progress=False)
+    with Engine.from_pretrained(model, device="cpu", dtype=dtype, config=config) as engine:
+        (done,) = engine.generate([prompt], SamplingParams(max_new_tokens=9, seed=3, ignore_eos=True))
+    ids = torch.tensor([prompt + list(done.token_ids)])
+    with vx.patch.hf(model) as handle, torch.no_grad():
+        trained = handle.logprobs(ids)[0, len(prompt) - 1 : -1]
+    assert_bitwise(trained, torch.tensor(done.raw_logprobs, dtype=torch.float32))
+    stock = tiny(name, torch.float32, **changes)
+    stock.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
+    with torch.no_grad():
+        wide = stock(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+    torch.testing.assert_close(trained, wide, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05)

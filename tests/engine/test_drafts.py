@@ -486,6 +486,22 @@ def test_drafts_take_no_longer_than_none(sequences, how, row, most, monkeypatch)
     assert took <= most
 
 
+@pytest.mark.parametrize("lost,drafts", [("text", True), ("answer", False)])
+def test_answers_do_not_pay_for_what_texts_have_lost(lost, drafts, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("vexact_engine.core.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    scheduler, model = make(max_num_batched_tokens=64, speculation=Speculation(sources=("given", "text")))
+    pace = scheduler.drafter.pace
+    scheduler.add(request([1, 2], max_new_tokens=60, draft=right_answer([1, 2], derive_seed(5, 0), 60)))
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        now[0] += 1.0
+        scheduler.commit(plan, model.run(plan))
+        for _ in range(8 if plan.drafted else 0):
+            pace.account(1, plan.drafted, 9.0, 1, lost)  # as other sequences' might have
+    assert (scheduler.stats.accepted_tokens > 20) == drafts
+
+
 def test_what_a_model_has_computed_of_a_page_is_not_what_it_holds_after_others():
     """Where layers have windows a content moves from page to page, and may come back to one that held others since."""
     for seed in range(8):

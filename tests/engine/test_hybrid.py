@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toy
 import transformers
 from conftest import devices
 from engine_models import bits, build, check_idle
@@ -98,6 +99,41 @@ def test_plans_in_flight_and_a_patched_forward(device, dtype, monkeypatch):
     with launch(KINDS[0], device, dtype, async_scheduling=True, max_num_batched_tokens=19) as engine:
         assert engine.path.startswith("patched")
         assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == alone(KINDS[0], device, dtype)
+
+
+@pytest.mark.parametrize("way", ["fused", "patched", "recorded"])
+def test_ops_are_told_how_many_single_rows_come_first(way, monkeypatch):
+    """Of each step as many as there are; in a graph none, for it serves steps with fewer too."""
+    from vexact_engine.runner import forward, graphs
+
+    kind, dtype, told = KINDS[0], torch.bfloat16, []
+    expected = alone(kind, "cpu", dtype)
+    if way == "patched":
+        monkeypatch.setattr(forward, "fuse", lambda *args: (None, "for the test"))
+    if way == "recorded":
+        monkeypatch.setattr(graphs, "recorder", lambda *_: graphs.HostRecorder())
+
+    def watched(op, offsets, *args, **options):
+        told.append((options["singles"], args[offsets].diff().tolist()))
+        return op(*args, **options)
+
+    for name, offsets in (("causal_conv_paged", 6), ("gated_delta_paged", 11), ("conv_gated_delta_paged", 14)):
+        monkeypatch.setattr(vx, name, functools.partial(watched, getattr(vx, name), offsets))
+    with launch(kind, "cpu", dtype, max_num_batched_tokens=19) as engine:
+        assert engine.path.startswith("fused" if way == "recorded" else way)
+        told.clear()
+        assert [bits(c) for c in engine.generate(PROMPTS, PARAMS)] == expected
+        assert engine.stats.mixed_steps > 0
+    found = [(singles, _leading(rows)) for singles, rows in told]
+    assert any(0 < ones < len(rows) for (_, ones), (_, rows) in zip(found, told))
+    if way == "recorded":
+        assert {singles for singles, ones in found if singles != ones} == {0}
+    else:
+        assert all(singles == ones for singles, ones in found)
+
+
+def _leading(rows: list[int]) -> int:
+    return next((i for i, count in enumerate(rows) if count != 1), len(rows))
 
 
 # The prefix cache
@@ -198,6 +234,33 @@ def test_where_chunks_are_cut(page_size, chunk, length, budgets):
 
 
 # What else an engine does
+
+
+@pytest.mark.parametrize("reuse", [True, False], ids=["snapshots", "no snapshots"])
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=8),
+    budget=st.integers(4, 70),
+    page_size=st.sampled_from([4, 6, 8]),
+    lookahead=st.booleans(),
+)
+@example(lengths=[60, 60, 60, 60], budget=37, page_size=4, lookahead=False)
+@example(lengths=[40], budget=5, page_size=8, lookahead=True)
+@example(lengths=[17, 4], budget=4, page_size=4, lookahead=False)
+def test_chunks_begin_where_a_states_chunk_does(reuse, lengths, budget, page_size, lookahead):
+    """Unless a whole chunk of the state does not fit into a step beside decodes; and all are through at last."""
+    chunk = 8
+    prefix = {"num_snapshots": 9} if reuse else {"enable_prefix_cache": False}
+    sizes = {"num_pages": 256, "page_size": page_size, "max_num_batched_tokens": budget}
+    scheduler, model = toy.make(**sizes, chunk=chunk, **prefix)
+    for seed, length in enumerate(lengths):
+        scheduler.add(toy.request([seed % 7] * length, max_new_tokens=6, seed=seed))
+    fits = budget - len(lengths) >= chunk
+    for plan in toy.drain(scheduler, model, lookahead):
+        # a last row alone is a decode to the scheduler
+        prompts = [one for one in plan.chunks if one.start < one.sequence.num_prompt and one.length > 1]
+        if fits:
+            assert all(one.end % chunk == 0 or one.needs_sample for one in prompts)
+            assert all(one.start % chunk == 0 for one in prompts)
 
 
 @pytest.mark.parametrize("kind", [family(kind) for kind in ("qwen3_5_text", "qwen3_5_moe_text")])

@@ -341,6 +341,14 @@ def test_a_text_model_takes_no_images():
     assert good.error is None and good.pixel_values is None
 
 
+def test_a_model_that_has_no_description_says_why_it_takes_no_images(monkeypatch, caplog):
+    monkeypatch.setitem(image_models.TEXT, "hidden_act", "gelu")
+    with Engine.from_pretrained(image_models.tiny("qwen3_vl"), config=CONFIG) as engine:
+        (bad,) = engine.generate([PROMPTS[0]], PARAMS)
+    assert "images: this engine's model takes none" in bad.error
+    assert "images are not taken, text alone is: " in caplog.text and "has no words" in caplog.text
+
+
 class Processor:
     """Cuts an image into patches as Qwen2-VL's does, without resizing."""
 

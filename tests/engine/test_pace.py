@@ -184,12 +184,21 @@ def test_drafts_that_lose_are_not_allowed_until_they_are_paid_for():
     for _ in range(4):
         assert pace.allowed(4), "what was gained may be lost"
         pace.account(4, 4, 1.5, 4)
-    assert not pace.allowed(4) and pace.worth(4, [0.9] * 4) == 0
+    assert not pace.allowed(4)
+    assert pace.allowed(4, "answer"), "who has lost nothing pays for nobody"
     steps = 0
     while not pace.allowed(4):
         pace.account(4, 0, 1.0, 4)
         steps += 1
     assert 10 < steps < 200
+
+
+def test_single_tokens_behind_drafts_are_counted_where_these_came_from():
+    pace = measured({(4, 0): 1.0, (4, 4): 1.0})
+    for _ in range(3):
+        pace.account(4, 4, 1.0, 4, "text")
+        pace.account(4, 0, 1.4, 4, "answer")
+    assert not pace.allowed(4, "text") and pace.allowed(4, "answer")
 
 
 def test_what_single_tokens_take_is_looked_at_again():

@@ -1,7 +1,11 @@
 """The small kernels around a forward move the bytes that torch's would. In Triton's interpreter, or on a GPU."""
 
+import math
 import os
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +16,18 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from vexact_engine import Engine, EngineConfig, SamplingParams, Speculation
 from vexact_engine.core.plan import Chunk, StepPlan
-from vexact_engine.core.step import Encoder
+from vexact_engine.core.step import COPY, Encoder
 from vexact_engine.request import Request
 from vexact_engine.runner import graphs
 from vexact_engine.runner import triton as kernels
 from vexact_engine.runner.buffers import Body, Buffers, Head, _windowed
 from vexact_engine.runner.follow import Follow
+from vexact_engine.runner.memory import Caches
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
+from families import family, tiny
+
+sys.path.pop(0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WHERE = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"), id="cpu-triton"),
@@ -109,6 +118,47 @@ def test_what_was_drawn_is_noted(draws, random):
     assert (drawn[4 * draws :] == 6).all()
 
 
+def rows_apart(random, line, rows, *shape, dtype):
+    """Bytes of all kinds, `line` beyond a place where memory may begin, in rows that do not lie side by side."""
+    size = math.prod(shape) * dtype.itemsize
+    apart = size + (-size % line) + line
+    flat = random(-128, 128, line + rows * apart, dtype=torch.int8)[line:].view(dtype)
+    inner = torch.empty(shape, dtype=dtype, device="meta").stride()
+    return flat.as_strided((rows, *shape), (apart // dtype.itemsize, *inner))
+
+
+@pytest.mark.parametrize("line, word", [(16, 8), (8, 8), (4, 4), (2, 2), (1, 1)])
+def test_states_are_copied_for_all_layers_at_once(line, word, random):
+    """To snapshots and back, wherever the tensors lie: those that slept may have woken up elsewhere."""
+    kinds = [((5, 80, 128), torch.float32), ((4, 40), torch.bfloat16), ((48,), torch.int8)]
+    kinds = [(shape, dtype if dtype.itemsize <= line else torch.int8) for shape, dtype in kinds]
+
+    def layers(rows):
+        each = [[rows_apart(random, line, rows, *shape, dtype=dtype) for shape, dtype in kinds] for _ in range(2)]
+        return [each[0], None, each[1]]
+
+    slots, snapshots = layers(5), layers(7)
+    buffers = Buffers(Caches([], [], slots, snapshots), 3, 5, 8, 4, slots[0][0].device)
+    of = [pair for i in (0, 2) for pair in zip(slots[i], snapshots[i])]
+    made = kernels.copies_of(of)
+    assert (made.line, made.word.primitive_bitwidth) == (line, 8 * word)
+    assert made.table[:, 4].sum() * word == sum(one[0].nbytes for one, _ in of) and len(made.table) > len(of)
+    for pairs, back in (([(4, 0)], False), ([(0, 6), (3, 1), (1, 5)], True), ([(2, 3), (1, 1)], False)):
+        expected = [(one.clone(), other.clone()) for one, other in of]
+        for one, other in expected:
+            for slot, place in pairs:
+                (one if back else other)[slot if back else place] = other[place] if back else one[slot]
+        for way in (kernels, None):  # torch's, which changes nothing any more
+            buffers._kernels = way
+            step = SimpleNamespace(restores=np.array(pairs, COPY), saves=np.array(pairs, COPY))
+            (buffers.restore if back else buffers.save)(step)
+            for pair, wanted in zip(of, expected):
+                assert all(torch.equal(a.view(torch.int8), b.view(torch.int8)) for a, b in zip(pair, wanted))
+        for one, _ in of:  # elsewhere
+            with torch.no_grad():
+                one.set_(rows_apart(random, line, 5, *one.shape[1:], dtype=one.dtype).copy_(one))
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("chunks, most", [(1, 1), (3, 64), (64, 6)])
 def test_a_step_behind_drafts_is_moved(chunks, most, apart, random):
@@ -172,3 +222,32 @@ def test_an_engine_with_these_kernels_has_the_bits_of_others(family, where, monk
             drafts = [[token ^ (place % 4 == 3) for place, token in enumerate(one.token_ids)] for one in done]
             params = [replace(own, draft=[draft]) for own, draft in zip(params, drafts)]
     assert got[0] == got[1] == got[2]
+
+
+@pytest.mark.parametrize("where", WHERE[:1])
+@pytest.mark.parametrize("kind", [family("qwen3_5_text")])
+def test_states_from_a_snapshot_have_the_bits_of_others(kind, where, monkeypatch):
+    """Of a hybrid that sleeps in between; the kernel is met at the start, before there is a request."""
+    config = EngineConfig(page_size=8, num_pages=60, max_num_seqs=4, num_snapshots=6, reserve=0.0)
+    asked = [[3 + place % 50 for place in range(length)] for length in (5, 70, 130)]
+    params = [SamplingParams(max_new_tokens=6, seed=i, ignore_eos=True) for i in range(3)]
+    begin, kernel, calls, got = Buffers.__init__, kernels.copy, [], []
+
+    def with_kernels(self, *args):
+        begin(self, *args)
+        self._kernels = kernels
+
+    monkeypatch.setattr(kernels, "copy", lambda copies, rows, back: (calls.append(back), kernel(copies, rows, back)))
+    for way in ("torch", "kernels"):
+        if way == "kernels":
+            monkeypatch.setattr(Buffers, "__init__", with_kernels)
+        with Engine.from_pretrained(tiny(kind, torch.bfloat16), config=config) as engine:
+            assert calls == ([] if way == "torch" else [False])
+            for asleep in (False, True):
+                got += [[bits(one) for one in engine.generate(asked, params)] for _ in range(2)]
+                assert calls == [] if way == "torch" else {False, True} == set(calls[1:])
+                if not asleep:
+                    engine.sleep()
+                    engine.wake_up()
+                    del calls[1:]
+    assert len(got) == 8 and all(each == got[0] for each in got)

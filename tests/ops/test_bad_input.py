@@ -1,11 +1,14 @@
 """Bad arguments that only a device can meet: tensors of two devices, odd strides, and values that a GPU cannot look at
 without making the host wait. None reaches memory that is not its own, and what is right beside them keeps its bits."""
 
+import itertools
+
 import pytest
 import torch
 from op_cases import CASES, Inputs
 
 import vexact_ops as vx
+from vexact_ops._core import check
 from vexact_ops.testing import assert_bitwise
 
 GPU = torch.cuda.is_available()
@@ -42,6 +45,62 @@ def test_a_tensor_on_another_device_is_named(name, device, other):
         mixed = [a.to(other) if i == odd else a for i, a in enumerate(args)]
         with pytest.raises(ValueError, match=rf"^{run.__name__}: \w+: got device {other}, expected {device}"):
             run(*mixed, **options)
+
+
+QUICK = ("rmsnorm", "rmsnorm_gated", "delta_gates", "causal_conv_paged", "gated_delta_paged", "linear_silu_mul")
+QUICK += ("rope", "rope_kv_store", "conv_gated_delta_paged")
+
+
+def changes(x):
+    """What somebody may give in a tensor's place; of each dimension, the last one first."""
+    yield from (None, 3, x.tolist(), x[0], x[None], x.to("meta"), x.as_subclass(Plain))
+    yield from (x.to(dtype) for dtype in (torch.float32, torch.float16, torch.float64, torch.bfloat16, torch.int64))
+    for d, size in reversed(list(enumerate(x.shape))):
+        yield from (x.narrow(d, 0, size - 1), x.narrow(d, 0, 0), torch.cat([x, x], d), x.unflatten(d, (1, size)))
+        yield torch.stack([x, x], d + 1).select(d + 1, 0)  # further apart
+        if d:
+            yield x.transpose(d - 1, d)
+            yield x.transpose(d - 1, d).contiguous().transpose(d - 1, d)
+
+
+class Plain(torch.Tensor):
+    """A tensor all the same."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.split(".")[0] in QUICK])
+def test_a_quick_check_lets_nothing_through(name, monkeypatch):
+    """What is asked at length only where something may be wrong: an error that comes then comes in any case. Of one
+    argument, of two and three that are changed alike, and of all that have one dtype."""
+    run, args, tensors, options = called(name, "cpu")
+    changed = {i: list(changes(args[i])) for i in tensors}
+    for arg in [arg for arg, value in options.items() if isinstance(value, torch.Tensor)]:
+        args, tensors = [*args, arg], [*tensors, len(args)]
+        changed[tensors[-1]] = list(changes(options[arg].detach()))
+    named, count = range(len(args)), sum(not isinstance(a, str) for a in args)
+
+    def outcome(given):
+        own = {i: a.clone() if isinstance(a, torch.Tensor) else a for i, a in given.items()}
+        try:
+            with torch.no_grad():
+                return run(*(own[i] for i in named[:count]), **{**options, **{args[i]: own[i] for i in named[count:]}})
+        except Exception as error:
+            return type(error), str(error)
+
+    whole = {i: options[a].detach() if i >= count else a for i, a in enumerate(args)}
+    ways, raised = [way for n in (1, 2, 3) for way in itertools.combinations(tensors, n)], 0
+    ways += [tuple(i for i in tensors if whole[i].dtype == dtype) for dtype in {whole[i].dtype for i in tensors}]
+    for way in ways:
+        for others in zip(*(changed[i] for i in way)):
+            given, found = whole | dict(zip(way, others)), []
+            for quick in (True, False):
+                with monkeypatch.context() as patch:
+                    if not quick:
+                        patch.setattr(check, "alike", lambda *_: False)
+                    found.append(outcome(given))
+            failed = [isinstance(x, tuple) and isinstance(x[0], type) for x in found]
+            assert failed[0] == failed[1] and (not failed[0] or found[0] == found[1]), (way, others, found)
+            raised += failed[0]
+    assert raised > len(ways)
 
 
 @pytest.mark.parametrize("device", ["cuda" if GPU else "cpu"])

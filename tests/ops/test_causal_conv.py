@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import Kinds, interpreted, room_backends
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import vexact_ops as vx
@@ -124,6 +124,131 @@ def test_as_many_rows_as_sequences_on_a_gpu_have_the_bits_of_more(device, backen
     assert_bitwise(run(5), run(6))
 
 
+def check_singles(run, most):
+    """run(singles): the bytes are the same, whatever number is given of sequences that have one row and come first."""
+    expected = run(0)
+    for singles in range(1, most + 1):
+        assert_bitwise(run(singles), expected, f"{singles} sequences of one row come first")
+
+
+@BACKENDS
+@DTYPES
+@example(kind=0, ones=2, behind=[2, 3], seed=0)
+@given(
+    kind=KINDS.drawn,
+    ones=st.integers(1, 4),
+    behind=st.lists(st.sampled_from([0, 1, 2, 5, 17, 40]), max_size=3),
+    seed=st.integers(0, 2**16),
+)
+def test_single_rows_that_come_first_on_a_gpu_change_nothing(device, backend, dtype, kind, ones, behind, seed):
+    """Outputs and rings; behind them single rows may stand too, and sequences without any."""
+    kind, lengths = KINDS.at(kind, device, dtype), [*[1] * ones, *behind]
+    x, weight, bias = inputs(sum(lengths), kind, dtype, device, seed)
+    draw = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(len(lengths) + 2, generator=draw)[: len(lengths)]
+    slots[torch.randint(len(lengths), (1,), generator=draw)] = -1
+    before = torch.tensor([0, 1, 2, 15, 16, 70])[torch.randint(6, slots.shape, generator=draw)]
+    held = torch.randn(len(lengths) + 2, 16, kind.channels, generator=draw).to(device, dtype)
+    step = ints(device, *slots), ints(device, *(before + torch.tensor(lengths))), offsets(device, lengths)
+
+    def run(singles):
+        taps = held.clone()
+        options = {"activation": kind.activation, "backend": backend}
+        return vx.causal_conv_paged(x, weight, bias, taps, *step, singles=singles, **options), taps
+
+    check_singles(run, next((i for i, length in enumerate(lengths) if length != 1), len(lengths)))
+
+
+@pytest.mark.parametrize("cut_alike", [True, False])
+def test_slots_that_are_not_cut_as_rows_are_are_caught(cut_alike):
+    """What a kernel does that trusts the number: the first sequences by one call, the others by another."""
+    draw, lengths = torch.Generator().manual_seed(0), [1, 1, 1, 5, 2]
+    x, weight, held = (torch.randn(*s, generator=draw) for s in ((10, 16), (16, 4), (7, 4, 16)))
+    slots, lens, cu = ints("cpu", 4, 2, 0, 5, 1), ints("cpu", 9, 3, 65, 7, 30), offsets("cpu", lengths)
+
+    def run(singles):
+        taps, shift, outs = held.clone(), 0 if cut_alike or not singles else 1, []
+        for part, ends in ((slice(0, singles), cu[: singles + 1]), (slice(singles, None), cu[singles:] - singles)):
+            own = slots.roll(shift)[part], lens[part], ends
+            outs.append(vx.causal_conv_paged(x[part], weight, None, taps, *own))
+        return torch.cat(outs), taps
+
+    if cut_alike:
+        check_singles(run, 3)
+    else:
+        with pytest.raises(AssertionError, match="differ"):
+            check_singles(run, 3)
+
+
+class Launches:
+    """Stands for a Triton kernel: its grids and what it was given, also in a list that several have."""
+
+    def __init__(self, every: list):
+        self.calls, self.every = [], every
+
+    def __getitem__(self, grid):
+        def launched(*args, **kwargs):
+            self.calls.append((grid, args))
+            self.every.append(self)
+
+        return launched
+
+
+def test_single_rows_that_come_first_do_not_look_for_their_sequences(monkeypatch):
+    triton = pytest.importorskip("vexact_ops.causal_conv.triton")
+    every = []
+    step, fwd = kernels = [Launches(every) for _ in range(2)]
+    for name, kernel in zip(("_step_kernel", "_fwd_kernel"), kernels):
+        monkeypatch.setattr(triton, name, kernel)
+    monkeypatch.setattr(triton, "early", lambda x: {})
+    x, weight, taps = torch.randn(300, 512), torch.randn(512, 4), torch.zeros(9, 4, 512)
+    lengths = [1, 1, 1, 1, 1, 95, 200]
+
+    def grids(singles, behind=False):
+        for calls in (every, *(kernel.calls for kernel in kernels)):
+            calls.clear()
+        given = x, weight, None, taps, ints("cpu", *range(7)), ints("cpu", *lengths), offsets("cpu", lengths)
+        triton.behind(*given, singles, True, x.new_empty(x.shape)) if behind else triton.paged_fwd(
+            *given, singles, True
+        )
+        return [[grid[0] for grid, _ in kernel.calls] for kernel in kernels]
+
+    assert grids(0) == [[7], [-(-300 // triton._tile(300, 512)["ROWS"])]]
+    assert grids(5) == [[7], [-(-295 // triton._tile(295, 512)["ROWS"])]]
+    assert every == [fwd, step]  # which overwrites what the other reads
+    assert grids(5, behind=True) == [[2], grids(5)[1]]
+    for kernel in kernels:  # which row is the first, how many sequences are computed
+        assert 5 in [value for value in kernel.calls[0][1] if isinstance(value, int)]
+    given = [t for kernel in kernels for _, args in kernel.calls for t in args if isinstance(t, torch.Tensor)]
+    assert all(t.data_ptr() % 16 == 0 for t in given)  # or Triton would compile them anew
+
+
+@BACKENDS
+@DTYPES
+@pytest.mark.parametrize("singles", [0, 1, 3])
+def test_sequences_behind_another_kernel_s(device, backend, dtype, singles):
+    """Their rows and rings, and nothing of those before them, which another kernel may have written already."""
+    if backend != "triton":
+        pytest.skip("a GPU's whole steps ask for it")
+    from vexact_ops.causal_conv import triton
+
+    kind = KINDS.at(0, device, dtype)
+    lengths, known, slots = [1, 1, 1, 5, 0, 1, 7], [0, 2, 9, 3, 4, 2, 0], [3, -1, 0, 2, 5, 1, 6]
+    x, weight, bias = inputs(sum(lengths), kind, dtype, device, singles)
+    ring = torch.randn(8, 8, kind.channels, generator=torch.Generator().manual_seed(3)).to(dtype).to(device)
+    lens = ints(device, *(n + m for n, m in zip(known, lengths)))
+    step = ints(device, *slots), lens, offsets(device, lengths), singles
+    expected, rings = ring.clone(), ring.clone()
+    of_all = triton.paged_fwd(x, weight, bias, expected, *step, True)
+    y = torch.full_like(x, torch.nan)
+    triton.behind(x, weight, bias, rings, *step, True, y)
+    assert_bitwise(y[singles:], of_all[singles:])
+    assert y[:singles].isnan().all()
+    before = [slot for slot in slots[:singles] if slot >= 0]
+    expected[before] = ring[before]
+    assert_bitwise(rings, expected)
+
+
 def test_a_call_that_forgets_its_taps_is_caught():
     x = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
@@ -215,7 +340,7 @@ def test_opcheck(device, backend):
     cu = ints(device, 0, 2, 5)
     torch.library.opcheck(torch.ops.vexact.causal_conv.default, (x, weight, bias, cu, True, backend))
     taps, step = torch.zeros(3, 4, 16, device=device), (ints(device, 2, 0), ints(device, 2, 3), cu)
-    args = x.detach(), weight.detach(), bias.detach(), taps, *step, True, backend
+    args = x.detach(), weight.detach(), bias.detach(), taps, *step, 0, True, backend
     torch.library.opcheck(torch.ops.vexact.causal_conv_paged.default, args)
 
 
@@ -235,6 +360,46 @@ def test_a_gpu_has_the_bits_of_a_cpu(device, backend, dtype, activation):
         return [t.detach().cpu() for t in (y, torch.autograd.grad(y, leaves[0], dy.to(device))[0])]
 
     assert_bitwise(run(device, backend), run("cpu", "cpu"))
+
+
+TILES = {"a row": (1, 1), "fewer than sequences": (8, 4), "more": (32, 4), "two ahead": (4, 2)}
+
+
+@pytest.mark.parametrize("device,backend", room_backends("causal_conv", "triton"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_rows_walked_in_any_tile_have_the_bits_of_a_cpu(device, backend, dtype, width, tile, monkeypatch):
+    """Sequences that begin and end anywhere in a tile, some without rows, some that go on; from the middle on too."""
+    from vexact_ops.causal_conv import triton as kernels
+
+    given = {"ROWS": tile[0], "AHEAD": tile[1], "BLOCK": 32, "num_warps": 1}
+    monkeypatch.setattr(kernels, "_tile", lambda tokens, channels: given)
+    draw, lengths = torch.Generator().manual_seed(width), [0, 9, 0, 0, 1, 1, 34, 3, 0, 1, 11, 0]
+    x = torch.randn(sum(lengths), 80, generator=draw).to(dtype)[:, :48]
+    weight, bias = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((48, width), (48,)))
+    taps = torch.randn(14, 8, 48, generator=draw).to(dtype)
+    slots = ints("cpu", 3, 7, 0, -1, 5, 2, 12, 9, 1, 6, -1, 4)
+    before = ints("cpu", 0, 2, 5, 1, 3, 0, 100, 1, 7, 40, 2, 0)
+    offset = offsets("cpu", lengths)
+    lens = before + offset.diff()
+
+    def run(device, backend):
+        rows, held, step = x.to(device), taps.clone().to(device), [t.to(device) for t in (slots, lens, offset)]
+        weights = weight.to(device), bias.to(device)
+        y = vx.causal_conv(rows, *weights, cu_seqlens=step[2], backend=backend)
+        paged = vx.causal_conv_paged(rows, *weights, held, *step, backend=backend)
+        return [t.cpu() for t in (y, paged, held)]
+
+    expected = run("cpu", "cpu")
+    assert_bitwise(run(device, backend), expected)
+    last, out = 6, torch.full(x.shape, 7.0, dtype=dtype, device=device)
+    step = [t[last:].to(device) for t in (slots, lens)]
+    step = offset[last:].to(device), taps.clone().to(device), *step
+    begin = int(offset[last])
+    kernels._launch(x.to(device), weight.to(device), bias.to(device), out, *step, True, first_row=begin)
+    assert_bitwise(out[begin:].cpu(), expected[1][begin:])
+    assert (out[:begin] == 7).all()
 
 
 def test_bad_arguments_are_named():
@@ -269,6 +434,19 @@ def test_bad_arguments_are_named():
     two = ints("cpu", 1, 1), ints("cpu", 2, 3), ints("cpu", 0, 2, 5)
     with pytest.raises(ValueError, match=rf"{op}: slots\[1\]: got 1, which is slots\[0\] too"):
         vx.causal_conv_paged(x, weight, None, taps, *two)
+    two = ints("cpu", 1, 2), ints("cpu", 2, 3), ints("cpu", 0, 2, 5)
+    for singles, message, kind in (
+        (1, "got 1, expected at most 0: sequence 0 has 2 rows", ValueError),
+        (3, "got 3, expected 0 to 2, the sequences", ValueError),
+        (-1, "got -1, expected 0 to 2", ValueError),
+        (True, "got bool, expected an int", TypeError),
+        (1.0, "got float, expected an int", TypeError),
+    ):
+        with pytest.raises(kind, match=f"{op}: singles: {message}"):
+            vx.causal_conv_paged(x, weight, None, taps, *two, singles=singles)
+    three = ints("cpu", 1, 2, 0), ints("cpu", 1, 0, 4), ints("cpu", 0, 1, 1, 5)
+    with pytest.raises(ValueError, match=f"{op}: singles: got 2, expected at most 1: sequence 1 has 0 rows"):
+        vx.causal_conv_paged(x, weight, None, taps, *three, singles=2)
     with pytest.raises(RuntimeError, match=f"{op}: weight requires a gradient"):
         vx.causal_conv_paged(x, weight.requires_grad_(), None, taps, *step)
     assert (taps == 7).all()  # nothing was written

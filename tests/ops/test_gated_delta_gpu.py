@@ -35,7 +35,7 @@ def test_kernels_of_whole_sequences_have_the_canonical_bits(dtype, batch):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90 GPU"
 )
 @pytest.mark.parametrize("blocks", ["few", "crowded", "sparse"])
-@pytest.mark.parametrize("part", ["decode", "chunks", "whole", "backward"])
+@pytest.mark.parametrize("part", ["decode", "step", "chunks", "whole", "backward"])
 def test_every_kernel_has_the_canonical_bits(part, blocks):
     """Those too that a race leaves aside, on what admission tries them on."""
     from vexact_ops.gated_delta import cuda
@@ -73,7 +73,7 @@ def test_a_name_says_which_way_sequences_go():
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90 GPU"
 )
 @pytest.mark.parametrize("before", [0, 64, 128, 40])
-@pytest.mark.parametrize("lengths", [(64,), (1, 0, 2), (63, 64, 65, 0, 300), (700,)], ids=str)
+@pytest.mark.parametrize("lengths", [(64,), (1, 0, 2), (63, 64, 65, 0, 300), (700,), (1, 1, 1, 200, 1, 64)], ids=str)
 def test_prefills_by_whole_sequences_have_the_bits_of_chunks(lengths, before):
     """From a chunk's start with a state or without one, within a chunk, without a slot; single rows, which are left."""
     from vexact_ops.gated_delta import cuda
@@ -89,10 +89,13 @@ def test_prefills_by_whole_sequences_have_the_bits_of_chunks(lengths, before):
     held = new(count + 1, hv, d, d), new(count + 1, 64, hk, d).bfloat16(), new(count + 1, 64, hv, d)
     memory = *held, -new(count + 1, 64, hv).abs()
 
-    def run(name):
+    def run(name, singles=0):
         out, memory_of_it = torch.zeros_like(v), [t.clone() for t in memory]
-        step = slots, offsets.diff() + before, offsets
+        step = slots, offsets.diff() + before, offsets, singles
         cuda._paged("chunks", name, q, k, v, g, beta, memory_of_it, step, 0.3, True, out)
         return out, *memory_of_it
 
-    assert_bitwise(run("sm90 chunks 32 wide"), run("sm90 chunks 32"))
+    expected = run("sm90 chunks 32")
+    for singles in range(next(i for i, length in enumerate(lengths) if length != 1) + 1):
+        assert_bitwise(run("sm90 chunks 32 wide", singles), expected)
+        assert_bitwise(run("sm90 chunks 32", singles), expected)

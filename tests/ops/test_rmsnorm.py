@@ -231,6 +231,27 @@ def test_a_gate_may_stand_in_wider_rows_alone(device, backend, dtype, n, heads, 
     assert not dwide[:, heads * n :].any()
 
 
+@pytest.mark.parametrize("device,backend", room_backends("rmsnorm", "triton"))
+@DTYPES
+@pytest.mark.parametrize("n", [16, 100, 128, 1000])
+def test_gated_rows_walked_have_the_bits_of_rows_alone(device, backend, dtype, n, monkeypatch):
+    """Outputs and, by way of what is kept for them, gradients; of a gate in wider rows too."""
+    import importlib
+
+    kernels, heads = importlib.import_module("vexact_ops.rmsnorm.triton"), 3
+    rows = 2 * (1024 // n) * heads  # and a program's last ones are missing
+    (x, w), wide = make(rows, n, dtype, device, 4), tricky(rows // heads, heads * n + 8, seed=6, dtype=dtype)
+    gate = wide.to(device)[:, : heads * n].unflatten(1, (heads, n))
+    dy = tricky(rows, n, seed=7, dtype=dtype, device=device).view(-1, heads, n)
+
+    def run(walked):
+        monkeypatch.setattr(kernels, "WALKED", walked)
+        return gated(x.view(-1, heads, n), gate, dy, w, backend)
+
+    assert "BLOCKS" in (run(0) and kernels._gated_tile(rows, n))
+    assert_bitwise(run(0), run(1 << 40))
+
+
 @BACKENDS
 @DTYPES
 def test_gated_accuracy(device, backend, dtype):

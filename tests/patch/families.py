@@ -336,6 +336,7 @@ class Pages:
             max_seqlen_q=int(sizes.max()),
             states=self.states,
             state_slots=torch.tensor([i for i, _ in work], dtype=torch.int32, device=self.device),
+            singles=next((i for i, (_, t) in enumerate(work) if len(t) != 1), len(work)),
         )
         positions = torch.cat(positions)[None].to(self.device)
         out = model(ids[None], position_ids=positions, vexact_paged=batch, use_cache=False, **kwargs)

@@ -403,6 +403,8 @@ def test_bad_batches_are_named():
         ({"cu_seqlens_q": [0, 2, 4]}, r"cu_seqlens_q: got \[0, 2, 4\], expected from 0 to the 3 tokens"),
         ({"cu_seqlens_q": [0, 4, 3]}, "cu_seqlens_q: got 4 tokens of sequence 0, expected 0 to 2"),
         ({"context_lens": [5, 0]}, "cu_seqlens_q: got 1 tokens of sequence 1, expected 0 to 0"),
+        ({"singles": 1}, "singles: got 1, but sequence 0 has 2 tokens"),
+        ({"singles": 3}, "singles: got 3, expected 0 to 2, the sequences"),
     ],
 )
 @BF16
@@ -413,10 +415,12 @@ def test_a_paged_batch_can_be_looked_at(change, message, device, dtype):
 
     def batch(fields):
         kinds = {"slot_mapping": torch.int64}
+        singles = fields.pop("singles", 0)
         made = {k: torch.tensor(v, dtype=kinds.get(k, torch.int32), device=device) for k, v in fields.items()}
-        return vx.patch.PagedBatch(cache, cache, max_seqlen_q=2, **made)
+        return vx.patch.PagedBatch(cache, cache, max_seqlen_q=2, **made, singles=singles)
 
-    batch(good).check()
+    batch(dict(good)).check()
+    batch(good | {"cu_seqlens_q": [0, 1, 3], "singles": 1}).check()
     with pytest.raises(ValueError, match=f"PagedBatch: {message}"):
         batch(good | change).check()
 

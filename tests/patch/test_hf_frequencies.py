@@ -71,6 +71,18 @@ def test_in_other_families(name):
         assert_bitwise(alone(other, seqs), values(model, seqs))
 
 
+@pytest.mark.parametrize("name", [family(n) for n in ("qwen3_5_text", "qwen3_5_moe_text")])
+def test_scaled_tables_of_three_axes(name):
+    """YaRN multiplies the tables that tell which axis a frequency turns with."""
+    rope = {**parameters("yarn"), "partial_rotary_factor": 0.5}
+    model, seqs = tiny(name, torch.float64, rope_parameters=rope), sequences((40, 3))
+    assert model.model.rotary_emb.attention_scaling > 1.1
+    stock = alone(model, seqs)
+    with vx.patch.hf(model.float()):
+        for got, expected in zip(alone(model, seqs), stock):
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-4)
+
+
 def test_rounded_frequencies_would_show():
     model, seqs = loaded(), sequences((90,))
     rounded = copy.deepcopy(model)

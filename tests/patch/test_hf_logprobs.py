@@ -94,6 +94,15 @@ def test_a_temperature_for_each_token(name, device, dtype):
                 pytest.fail(where)
 
 
+@pytest.mark.parametrize("name", [family(n) for n in ("hyperclovax", "granite")])
+def test_one_name_divides_the_logits_of_a_family_and_multiplies_those_of_another(name):
+    model, ids = tiny(name, logits_scaling=0.125), sequences((9,))[0][None]
+    stock = model(ids).logits
+    with vx.patch.hf(model) as handle:
+        torch.testing.assert_close(model(ids).logits, stock, rtol=1e-4, atol=1e-4)
+        assert handle.describe().head.scale == {"hyperclovax": 8.0, "granite": 0.125}[name]
+
+
 @pytest.mark.parametrize("name", [family(n) for n in ("llama", "granite")])
 @KINDS
 def test_scores_instead_of_logits(name, device, dtype):

@@ -360,7 +360,7 @@ def test_a_number_that_no_aligned_op_knows_is_refused_until_it_is_put_back():
         old = model(ids).logits
         model.config.final_logit_softcapping = 2.0
         for _ in range(2):
-            with pytest.raises(ValueError, match="does something to the logits"):
+            with pytest.raises(ValueError, match=r"final_logit_softcapping 2[.]0, which its class does not read"):
                 model(ids)
         del model.config.final_logit_softcapping
         assert_bitwise(model(ids).logits, old)
@@ -412,3 +412,18 @@ def test_a_small_mixture_is_covered_end_to_end():
     model, seqs = tiny("qwen3_moe", torch.bfloat16, **small), sequences((5, 3))
     with vx.patch.hf(model):
         check_forms(model, seqs, {n: FORMS[n] for n in ("left padded", "paged")})
+
+
+@pytest.mark.parametrize("kept", [2, 6, 7])
+def test_groups_are_seen_where_most_are_kept(kept):
+    """The likeliest expert is in the least likely of eight groups, which a random token's hardly ever is."""
+    model = tiny("deepseek_v3", n_routed_experts=64, n_group=8, topk_group=kept, num_experts_per_tok=2)
+    block, x = model.model.layers[1].mlp, torch.eye(1, 32)[None]
+    with torch.no_grad():
+        block.gate.weight[:, 0] = torch.arange(64) / 640
+        block.gate.weight[8:16, 0], block.gate.weight[9, 0] = -9, 3
+        block.gate.e_score_correction_bias.zero_()
+        stock = block(x)
+        with vx.patch.hf(model) as handle:
+            assert f"groups=8 top_k_groups={kept}" in str(handle.report())
+            torch.testing.assert_close(block(x), stock, rtol=1e-4, atol=1e-5)

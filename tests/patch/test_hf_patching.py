@@ -435,7 +435,6 @@ OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
         ),
         ("phi", {}, ["lm_head (Linear): an output layer with a bias"]),
         ("mamba", {}, ["backbone.layers.0.mixer.conv1d (Conv1d)", "backbone.layers.0.mixer (MambaMixer)"]),
-        ("cohere", {"logit_scale": 0.3}, ["(root) (CohereForCausalLM): it divides the logits by 3.33"]),
         (
             "opt",
             OPT,
@@ -447,7 +446,6 @@ OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
             {"num_experts_per_tok": 9},
             ["mlp.gate (Qwen3MoeTopKRouter) and 1 more: it chooses 9 of 8 experts"],
         ),
-        ("granite", {"logits_scaling": 3.0}, ["(root) (GraniteForCausalLM): it divides the logits by 3.0"]),
         ("gemma3_text", {"use_bidirectional_attention": True}, ["self_attn (Gemma3Attention)", "not causal"]),
         ("llama", {"hidden_act": "mish"}, ["model.layers.0.mlp", "aten.mish"]),
     ],

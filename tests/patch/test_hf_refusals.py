@@ -135,6 +135,25 @@ def test_a_window_of_a_family_that_has_none_is_named():
     assert "its mask has a window of 3, but it asks attention for None: sliding_window and layer_types of" in said
 
 
+def test_a_window_that_masks_of_the_family_do_not_have_is_named():
+    """Attention is asked for one, which flash attention has and the eager form, by the mask alone, has not."""
+    said = refusal(tiny("olmoe", sliding_window=3))
+    assert "OlmoeAttention) and 1 more: it asks attention for a window of 3, but its mask has none" in said
+
+
+@pytest.mark.parametrize("cap", [3.0, 2000.0])
+def test_a_softcap_that_the_class_does_not_read_is_not_applied(cap):
+    """A large one hardly shows in small logits."""
+    said = refusal(tiny("llama", final_logit_softcapping=cap))
+    assert f"its config has final_logit_softcapping {cap}, which its class does not read: take that out" in said
+    vx.patch.hf(tiny("gemma2", final_logit_softcapping=cap)).undo()
+
+
+def test_a_scaling_of_logits_that_the_class_does_not_read_is_named():
+    said = refusal(tiny("llama", logits_scaling=4.0))
+    assert "(root) (LlamaForCausalLM): its config has logits_scaling 4.0, which its class does not read" in said
+
+
 def test_head_sizes_that_no_op_has_are_named():
     assert "heads of one number have no pairs: head_dim (" in refusal(tiny("llama", head_dim=1))
     for family, size in (("glm4", 1), ("gpt_oss", 1), ("qwen3_next", 3), ("qwen3_5_text", 2)):
@@ -358,3 +377,8 @@ def test_frequencies_that_are_no_numbers_are_named(theta, found):
         vx.patch.UnsupportedModule, match=rf"rotary_emb .*: its inv_freq has {found}: rope_theta is {theta}"
     ):
         vx.patch.hf(tiny("llama", rope_parameters=rope))
+
+
+def test_a_factor_that_makes_frequencies_no_numbers_is_named():
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}
+    assert "its inv_freq has inf: rope_theta is 10000.0, factor is 0.0" in refusal(tiny("llama", rope_parameters=rope))

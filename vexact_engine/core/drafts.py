@@ -435,6 +435,9 @@ class Drafter:
     def _worth(self, found: list[tuple["Chunk", Draft]], sequences: int, budget: int, even: bool) -> list[tuple]:
         """As much of them as is worth it: tokens of each, with those that may be passed over, and how likely one is
         right."""
+        if found and not self.speculation.always:
+            allowed = {kind for kind in {d.kind[0] for _, d in found} if self.pace.allowed(sequences, kind)}
+            found = [each for each in found if each[1].kind[0] in allowed]
         if not found:
             return []
         drafts = [draft for _, draft in found]
@@ -522,5 +525,14 @@ class Drafter:
         asking = 0.0 if self._chains is None else self._chains.spent  # which `worth` does not count among steps
         own, between = now - plan.planned, plan.planned - committed - asking
         seconds = own + between if between < own else own
-        self.pace.account(len(plan.chunks), plan.drafted, seconds + asking, tokens)
+        self.pace.account(len(plan.chunks), plan.drafted, seconds + asking, tokens, _source(plan))
         self.pace.note(len(plan.chunks), plan.drafted, seconds, plan.ahead)
+
+
+def _source(plan: "StepPlan") -> str | None:
+    """Where most of what it verifies comes from; None of single tokens alone."""
+    rows: dict[str, int] = {}
+    for chunk in plan.chunks if plan.drafted else ():
+        if chunk.draft:
+            rows[chunk.kind[0]] = rows.get(chunk.kind[0], 0) + len(chunk.draft)
+    return max(rows, key=rows.__getitem__, default=None)

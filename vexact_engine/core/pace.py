@@ -8,8 +8,9 @@ what it took when graphs were made; and a step with drafts takes some time howev
 Of how many rows nothing is known, twice as many are tried each time.
 
 What is likely may be wrong. So what steps with drafts gave is compared with what single tokens would have taken: drafts
-may lose a share of the time of all steps, and what they have gained before, and no more (`allowed`); and now and then
-steps of single tokens are taken anew, for where all have drafts nobody would know that others were faster.
+may lose a share of the time of all steps, and what they have gained before, and no more (`allowed`), each source of
+them for itself, so that an epoch's answers need not pay for what texts have lost before there were any; and now and
+then steps of single tokens are taken anew, for where all have drafts nobody would know that others were faster.
 """
 
 import bisect
@@ -51,34 +52,38 @@ class Pace:
         self._device, self._sizes = _by_rows(graphs or {}), sorted(graphs or {})
         self._more = _Line()  # what steps with drafts took beside those of single tokens, by their rows
         self._declined: dict[int, tuple[int, int]] = {}  # how often it was, and when it is not
-        self._lost: float | None = None  # seconds that drafts may lose yet, whatever the sequences ...
-        self._gained: dict[int, float] = {}  # ... and what they have gained, which they may lose too
+        # Seconds that drafts of a source may lose yet, whatever the sequences, and what they have gained, which they
+        # may lose too
+        self._lost: dict[str, float] = {}
+        self._gained: dict[tuple[str, int], float] = {}
         self._unseen: dict[int, tuple[int, int]] = {}  # steps with drafts since one without, and how many there may be
-        self._behind = False  # the step before had drafts
+        self._behind: str | None = None  # where drafts of the step before came from
 
-    def account(self, sequences: int, drafted: int, seconds: float, tokens: int) -> None:
-        """A step with all that belongs to it took so long, and gave so many tokens. Before it is noted."""
+    def account(self, sequences: int, drafted: int, seconds: float, tokens: int, source: str | None = "text") -> None:
+        """A step with all that belongs to it took so long, and gave so many tokens. Before it is noted. source: where
+        drafts, or most of them, came from; of a step without any it is not asked for."""
         kind = bucket(sequences)
         plain = self._plain(kind)
-        behind, self._behind = self._behind, drafted > 0
+        behind, self._behind = self._behind, source if drafted else None
         if plain is None or (drafted and (kind, bucket(drafted)) not in self._met):
             return
         seconds = min(seconds, _MOST * (self.seconds(sequences, drafted) or plain))
         most = _AT_ONCE * plain
-        if self._lost is None:
-            self._lost = most
-        self._lost = min(most, self._lost + _LOST * min(seconds, _DEAR * plain))
-        if not drafted and not behind:
-            return
+        for known, lost in self._lost.items():
+            self._lost[known] = min(most, lost + _LOST * min(seconds, _DEAR * plain))
+        if not drafted:
+            if behind is None:
+                return
+            source = behind
         gave = plain * tokens / sequences
         gain = gave - (1 + LEAST_GAIN) * min(seconds, _DEAR * max(plain, gave))
-        own = self._gained.get(kind, 0.0) + (gain if drafted else min(gain, 0.0))
-        self._lost += min(own, 0.0)
-        self._gained[kind] = min(max(own, 0.0), most)
+        own = self._gained.get((source, kind), 0.0) + (gain if drafted else min(gain, 0.0))
+        self._lost[source] = self._lost.get(source, most) + min(own, 0.0)
+        self._gained[source, kind] = min(max(own, 0.0), most)
 
-    def allowed(self, sequences: int) -> bool:
-        """Whether drafts for so many have not lost more than they may."""
-        return self._lost is None or self._lost > 0 or self._gained.get(bucket(sequences), 0.0) > 0
+    def allowed(self, sequences: int, source: str = "text") -> bool:
+        """Whether drafts of a source have not lost more than they may, for so many sequences."""
+        return self._lost.get(source, 1.0) > 0 or self._gained.get((source, bucket(sequences)), 0.0) > 0
 
     def note(self, sequences: int, drafted: int, seconds: float, ahead: bool | None = None) -> None:
         """ahead: whether the host had prepared the step while another was computed; None: it never does. It can where
@@ -174,8 +179,6 @@ class Pace:
             return 0
         right = list(itertools.accumulate(chances)) if right is None else right
         kind, most = bucket(sequences), len(right)
-        if not self.allowed(sequences):
-            return 0
         single = sequences / plain
         best, chosen = (1 + LEAST_GAIN) * single, 0
         for full in _BUCKETS:  # a bucket's rows are taken to cost the same

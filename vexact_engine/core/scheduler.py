@@ -21,6 +21,7 @@ is with a slot, the row that a running sequence has in the runner's buffers.
 """
 
 import heapq
+import math
 import time
 from bisect import insort
 from collections import deque
@@ -297,6 +298,8 @@ class Scheduler(Verifying):
         if self.longest_first:
             chunks.sort(key=attrgetter("end"), reverse=True)
         budget -= num_decodes
+        # Behind so many chunks less than a state's chunk may wait, if the next step has room for a whole one.
+        first = num_decodes if budget >= (self._chunk or 0) else math.inf
         self.stats.chunks += num_decodes
         self.stats.decode_tokens += num_decodes - told
         self.stats.prefill_tokens += told
@@ -304,9 +307,9 @@ class Scheduler(Verifying):
         for sequence in prefills:
             if budget and sequence.state is running:
                 ready = len(sequence.tokens) + sequence.in_flight - sequence.num_planned
-                budget -= self._plan(plan, sequence, min(ready, budget))
+                budget -= self._plan(plan, sequence, min(ready, budget), may_wait=len(chunks) > first)
 
-        self._admit(plan, budget)
+        self._admit(plan, budget, first)
 
         if self.drafter is not None:
             if 0 < num_decodes == len(chunks):
@@ -344,7 +347,7 @@ class Scheduler(Verifying):
             chosen = ready
         return set(heapq.nsmallest(-(-len(self.running) // stages), chosen, lambda sequence: sequence.last_step))
 
-    def _plan(self, plan, sequence, length, restore=None):
+    def _plan(self, plan, sequence, length, restore=None, may_wait=False):
         start, save = sequence.num_planned, None
         if self.windows is not None:
             length = min(length, self.windows.room(sequence) - start)
@@ -352,9 +355,11 @@ class Scheduler(Verifying):
             length = self.encodings.end_of(sequence.request, start, start + length) - start
         if length <= 0:
             return 0
-        if self._snapshots is not None:
-            end, worth = self._snapshots.cut(start, start + length, len(sequence.tokens) + sequence.in_flight)
+        if self._chunk is not None:
+            end, worth = self._cut(sequence, start, start + length, may_wait)
             length, save = end - start, self._snapshots.take() if worth else None
+            if not length:
+                return 0
         end = sequence.num_planned = start + length
         if self.windows is not None:
             self.windows.cover(sequence, end)
@@ -371,6 +376,19 @@ class Scheduler(Verifying):
             self.stats.prefill_tokens += length
             self.stats.partial_prefills += not needs_sample
         return length
+
+    def _cut(self, sequence, start, end, may_wait):
+        """Where tokens start .. end - 1 of a sequence with a state are to end, and whether it is then worth a snapshot:
+        behind whole chunks of the state, unless its sequence ends, for kernels are slower where one goes on within a
+        chunk. Less than one is left for a later step, if it may: at `start`."""
+        length, worth = len(sequence.tokens) + sequence.in_flight, False
+        if self._snapshots is not None:
+            end, worth = self._snapshots.cut(start, end, length)
+        if end < length and end % self._chunk:
+            whole = end // self._chunk * self._chunk
+            if whole > start or may_wait:
+                return max(whole, start), False
+        return end, worth
 
     def _grow(self, sequence):
         """Give a decode the pages its next token needs. False if it had to be preempted itself."""
@@ -392,7 +410,7 @@ class Scheduler(Verifying):
         """Whether somebody waits who has not been found to be too large for what is free."""
         return self.waiting and len(self.running) < self._max_running and self.waiting[0] is not self._blocked
 
-    def _admit(self, plan, budget):
+    def _admit(self, plan, budget, first):
         """Let the waiting in, in order, as far as the pages and the budget go."""
         pool, windows = self.pool, self.windows
         if not (budget and self._may_admit):
@@ -414,6 +432,10 @@ class Scheduler(Verifying):
                 passed.append(self.waiting.popleft())
                 continue
             known, node = pool.behind(known, node)
+            if self._chunk is not None and len(plan.chunks) > first:
+                start = len(known) * pool.page_size
+                if self._cut(sequence, start, min(len(sequence.tokens), start + budget), may_wait=True)[0] == start:
+                    break  # the next step has room for more
             if windows is not None and windows.num_available < windows.needed(sequence):
                 break
             if self.encodings.must_wait(sequence.request, len(known) * pool.page_size):

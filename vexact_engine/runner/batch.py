@@ -37,6 +37,12 @@ class Batch:
     apart: bool = False
 
 
+def leading_singles(lengths: np.ndarray) -> int:
+    """How many sequences have one row before the first that has not."""
+    others = np.flatnonzero(lengths != 1)
+    return int(others[0]) if len(others) else len(lengths)
+
+
 def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
@@ -83,5 +89,6 @@ def plain(
         max_seqlen_q=int(lengths.max()),
         states=caches.states,
         state_slots=there(range(len(tables)) if owners is None else owners, torch.int32) if caches.states else None,
+        singles=leading_singles(lengths),
     )
     return Batch(ids.to(device), there(positions), paged)

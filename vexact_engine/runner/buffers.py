@@ -24,8 +24,8 @@ from torch import Tensor
 import vexact_ops as vx
 from vexact_ops.patch.batch import sent
 
-from ..core.step import Rows, Step
-from .batch import Batch
+from ..core.step import COPY, Rows, Step
+from .batch import Batch, leading_singles
 from .follow import FACTS, Follow, most_words, settle
 from .memory import Caches
 
@@ -50,6 +50,7 @@ class Body:
     width      pages of a sequence, at most
     all_drawn  after every token something is drawn; or padding
     apart      each token is a sequence to attention, with the pages of its own: it has the bits that it has in a chunk
+    singles    the first so many sequences have one token each; 0 of a graph, which serves steps with fewer of them
     """
 
     tokens: int
@@ -60,6 +61,7 @@ class Body:
     width: int
     all_drawn: bool = False
     apart: bool = False
+    singles: int = 0
 
     def columns(self) -> Iterator[tuple[str, type, int]]:
         yield "ids", np.int64, self.tokens
@@ -99,6 +101,7 @@ class Work:
     context   keys of the longest sequence
     top       the most likeliest tokens that any draw is to come with
     plain     that is none, and no draw has a top_k, top_p or min_p
+    singles   chunks of one token before the first that has more
     """
 
     tokens: int
@@ -108,6 +111,7 @@ class Work:
     context: int
     top: int
     plain: bool
+    singles: int
 
 
 @functools.lru_cache(1024)
@@ -210,6 +214,7 @@ class Buffers:
             self._kernels = triton
         else:  # torch's
             self._kernels, self._drawn = None, torch.zeros(4 * tokens, dtype=torch.int32)
+        self._copies, self._lie = None, []  # of states and their snapshots, as they lay when it was made
         self._hosts: list[Host] = []  # all there are: one that is lost with its step may still be read by kernels
         self._free: list[Host] = []
 
@@ -238,7 +243,8 @@ class Buffers:
         plain = not (top or drawn["top_k"].any() or drawn["min_p"].any() or (drawn["top_p"] < 1).any())
         context = int((chunks["start"] + lengths).max())
         draws = int(chunks["draws"].sum())
-        return Work(len(step.token_ids), len(chunks), draws, int(lengths.max()), context, top, plain)
+        sizes = len(step.token_ids), len(chunks), draws, int(lengths.max())
+        return Work(*sizes, context, top, plain, leading_singles(lengths))
 
     def send(
         self,
@@ -356,9 +362,12 @@ class Buffers:
             follow, facts = laid.follow
             self._settle(facts, follow.chunks, *laid.sizes)
 
-    def rehearse(self) -> None:
-        """What a step behind drafts has beside others, of no rows: it is compiled then."""
-        if self._kernels:
+    def rehearse(self, drafts: bool) -> None:
+        """What not all steps have, before anybody has a slot: it is compiled then. Behind drafts, that is moves of no
+        rows; and copies of states, where there are any."""
+        if self._kernels and any(copies is not None for copies in self.caches.snapshots):
+            self._copy(np.zeros(1, COPY), back=False)
+        if self._kernels and drafts:
             body, head = Body(1, 1, 1, 1, 1, self.max_pages, all_drawn=True, apart=True), Head(1, plain=True)
             facts = self.middle + _places(body)[1]
             self.memory[facts : facts + 4 * len(FACTS)].zero_()
@@ -424,7 +433,8 @@ class Buffers:
             table = self.table[:, : body.width][c["slots"]]
         keys, values, states, _ = self.caches
         step = c["places"], table, c["context"], c["starts"], body.longest
-        paged = vx.patch.PagedBatch(keys, values, *step, states, c["states"] if states else None)
+        slots = c["states"] if states else None
+        paged = vx.patch.PagedBatch(keys, values, *step, states, slots, singles=body.singles)
         if self.beside is not None:
             windowed = self._kernels.windowed if self._kernels else _windowed
             paged.windowed = windowed(self.beside, c["places"], table, self.page_size)
@@ -432,21 +442,30 @@ class Buffers:
 
     def restore(self, step: Step) -> None:
         """Before a step: states that its sequences go on from."""
-        if len(step.restores):
-            self._copy(step.restores, self.caches.snapshots, self.caches.states)
+        self._copy(step.restores, back=True)
 
     def save(self, step: Step) -> None:
         """Behind a step: copies of states that others may go on from."""
-        if len(step.saves):
-            self._copy(step.saves, self.caches.states, self.caches.snapshots, reverse=True)
+        self._copy(step.saves, back=False)
 
-    def _copy(self, copies: np.ndarray, of: Sequence, to: Sequence, reverse: bool = False) -> None:
-        slots, places = (send(copies[name].astype(np.int64), self.device) for name in ("slot", "snapshot"))
-        source, target = (slots, places) if reverse else (places, slots)
-        for old, new in zip(of, to):
-            if old is not None and new is not None:
-                for a, b in zip(old, new):
-                    b.index_copy_(0, target, a.index_select(0, source))
+    def _copy(self, copies: np.ndarray, back: bool) -> None:
+        if not len(copies):
+            return
+        kept = zip(self.caches.states, self.caches.snapshots)
+        pairs = [pair for states, own in kept if states is not None and own is not None for pair in zip(states, own)]
+        rows = send(np.stack([copies["slot"], copies["snapshot"]]).astype(np.int64), self.device)
+        if self._kernels and pairs:
+            lie = [t.data_ptr() for pair in pairs for t in pair]  # tensors that slept may have woken up elsewhere
+            if lie != self._lie:
+                self._copies, self._lie = self._kernels.copies_of(pairs), lie
+            self._kernels.copy(self._copies, rows, back)
+            return
+        slots, places = rows
+        for state, snapshot in pairs:
+            if back:
+                state.index_copy_(0, slots, snapshot.index_select(0, places))
+            else:
+                snapshot.index_copy_(0, places, state.index_select(0, slots))
 
     def take(self, hidden: Tensor, rows: Tensor, out: Tensor) -> None:
         """out[:] = hidden[rows]."""

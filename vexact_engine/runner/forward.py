@@ -93,13 +93,13 @@ def patched_stage(stage, count: int) -> Forward:
 
 @torch.no_grad()
 def _same_bits(handle, described, layers: range, fused: Forward, patched: Forward) -> bool:
-    """Both forwards on steps of several sequences: a prompt, a chunk that ends behind every window, single tokens, the
-    first of a sequence among them, then of these the last tokens alone, then single tokens alone, in caches of noise
+    """Both forwards on steps of several sequences: single tokens, the first of a sequence among them, a prompt, a chunk
+    that ends behind every window, then of these the last tokens alone, then single tokens alone, in caches of noise
     that layers of one kind share; of a model of images each step with some, too. Of stages, the sum of what they give
     on."""
     trial = Trial(handle.model, described, layers, handle.model.get_input_embeddings().weight.shape[0])
     limit = trial.limit
-    mixed = [(0, min(5, limit)), (limit - min(3, limit), limit), (limit - 1, limit), (0, 1)]
+    mixed = [(limit - 1, limit), (0, 1), (0, min(5, limit)), (limit - min(3, limit), limit)]
     single = [(end - 1, end) for _, end in mixed]
     steps = (mixed, False), (mixed, True), (single, False)
     noisy = trial.caches(described, steps, one=True)

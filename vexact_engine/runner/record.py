@@ -85,7 +85,7 @@ class Graphs:
         decodes = self.decode.size(work.draws) if 0 < work.draws < work.tokens else None
         draws = min(decodes, work.tokens) if decodes else work.draws
         width, all_drawn = self._runner.buffers.width(work.context), self._all_drawn(work)
-        return Body(work.tokens, work.sequences, draws, work.longest, 1, width, all_drawn)
+        return Body(work.tokens, work.sequences, draws, work.longest, 1, width, all_drawn, singles=work.singles)
 
     @staticmethod
     def _all_drawn(work: Work) -> bool:

@@ -254,8 +254,7 @@ class Runner:
             self.buffers.caches = self._caches(pages, self.slots)
         if self.config.num_window_pages is not None:
             self.buffers.stand_beside(pages)
-        if self.config.speculation is not None:
-            self.buffers.rehearse()
+        self.buffers.rehearse(drafts=self.config.speculation is not None)
         log.info("cache: %s", memory.sizes(self.memories, self.config, self.slots, self.dtype))
         self.graphs.capture(progress)
 
@@ -330,7 +329,9 @@ class Runner:
         """What the model takes of images."""
         try:
             return self.handle.describe().images
-        except vx.patch.NotDescribed:
+        except vx.patch.NotDescribed as reason:
+            if getattr(self.model.config, "model_type", None) in vx.patch.WITH_IMAGES:
+                log.warning("%s: images are not taken, text alone is: %s", type(self.model).__name__, reason)
             return None
 
     def _agree(self, pages: int) -> int:

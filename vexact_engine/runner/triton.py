@@ -6,11 +6,16 @@ moved and nothing is computed: they are what torch's would be.
 
 import contextlib
 import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from vexact_ops.patch.batch import sent
 
 _MOST_ROWS = 128  # of a chunk: a token and its draft, of at most MAX_DRAFT_TOKENS
 
@@ -142,6 +147,24 @@ def _keep_kernel(
     tl.store(drawn + 3 * rows + row, raw.to(tl.int32, bitcast=True), mask=there)
 
 
+@triton.jit(do_not_specialize=["count", "source", "target"])
+def _copy_kernel(
+    table, rows, count, source, target, WORD: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """LINE: bytes that all begins at a multiple of, so that words are copied as many at a time as are in one."""
+    _begin(PDL)
+    copy, piece = tl.program_id(0), table + tl.program_id(1) * 5  # as copies_of has it
+    old, new = tl.load(rows + source * count + copy), tl.load(rows + target * count + copy)
+    old = tl.load(piece + 2 * source) + old * tl.load(piece + 2 * source + 1)
+    new = tl.load(piece + 2 * target) + new * tl.load(piece + 2 * target + 1)
+    old, new = old.to(tl.pointer_type(WORD)), new.to(tl.pointer_type(WORD))
+    words = tl.multiple_of(tl.load(piece + 4), LINE // (WORD.primitive_bitwidth // 8))
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(tl.multiple_of(old + at, LINE), mask=at < words)
+        tl.store(tl.multiple_of(new + at, LINE), value, mask=at < words)
+
+
 def receive(host: Tensor, words: Tensor, table: Tensor, first: int, end: int, pages: int) -> None:
     """words[first:end] = host[first:end]. Behind these `host` has so many places of `table` as one row, and as int32
     what goes there. It is memory of the host, pinned."""
@@ -222,3 +245,46 @@ def keep(
         _keep_kernel[(_cdiv(rows, 128),)](
             slots, ids, values, raw_values, last, newest, address, rows, BLOCK=128, num_warps=4, **_early(ids.device)
         )
+
+
+_PIECE = 1 << 15  # bytes, at most, that a program copies
+
+
+class Copies(NamedTuple):
+    """Rows of tensors, and those of others of the same shapes, as the copying kernel takes them.
+
+    table   (pieces of a row, 5) int64: address and distance of rows, in bytes, of the ones and of the others; words
+    word    what a piece is copied as
+    line    bytes that all of them begin at a multiple of
+    """
+
+    table: Tensor
+    word: tl.dtype
+    line: int
+
+
+def copies_of(pairs: Sequence[tuple[Tensor, Tensor]]) -> Copies:
+    """Of tensors as they lie now, all on one device, each row contiguous."""
+    sizes = [one[0].nbytes for one, _ in pairs]
+    rows = [[(t.data_ptr(), t.stride(0) * t.element_size()) for t in pair] for pair in pairs]
+    line = math.gcd(16, *sizes, *(number for pair in rows for row in pair for number in row))
+    word = _WORDS[min(line, 8)]
+    pieces = [
+        (one + begin, one_row, other + begin, other_row, min(size - begin, _PIECE) // min(line, 8))
+        for ((one, one_row), (other, other_row)), size in zip(rows, sizes)
+        for begin in range(0, size, _PIECE)
+    ]
+    return Copies(sent(torch.tensor(pieces, dtype=torch.int64), pairs[0][0].device), word, line)
+
+
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+def copy(copies: Copies, rows: Tensor, back: bool) -> None:
+    """Of each tensor row rows[0] of the ones to row rows[1] of the others, or `back`; for all of `rows` (2, copies)."""
+    count, pieces = rows.shape[1], copies.table.shape[0]
+    with _on(rows.device):
+        _copy_kernel[(count, pieces)](
+            copies.table, rows, count, int(back), int(not back), WORD=copies.word, LINE=copies.line, BLOCK=1024,
+            num_warps=4, **_early(rows.device),
+        )  # fmt: skip

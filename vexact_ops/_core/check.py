@@ -38,6 +38,18 @@ def same_dtype(op: str, arg: str, value: Tensor, other_arg: str, other: Tensor) 
         )
 
 
+def alike(first, *others) -> bool:
+    """Whether all are tensors of the first one's dtype, on its device. For ops of which a step makes hundreds of calls:
+    where this and a few shapes are as they should be, nothing else needs to be asked."""
+    if not isinstance(first, Tensor):
+        return False
+    dtype, device = first.dtype, first.device
+    for value in others:
+        if not (isinstance(value, Tensor) and value.dtype is dtype and value.device == device):
+            return False
+    return True
+
+
 def same_device(op: str, **tensors: Tensor | None) -> None:
     """All given tensors live on the first one's device."""
     first_arg = first = None
@@ -89,6 +101,11 @@ def rows(value: Tensor) -> Tensor:
     """(..., N) as (R, N) with the last dimension contiguous, without a copy where strides allow."""
     flat = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
     return flat if flat.shape[-1] <= 1 or flat.stride(-1) == 1 else flat.contiguous()
+
+
+def shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """(R, N) in the shape of what check.rows made them of."""
+    return rows if rows.dim() == like.dim() else rows.view(like.shape)
 
 
 def matrices(value: Tensor) -> Tensor:

@@ -31,9 +31,22 @@ def check_slots(op: str, slots: Tensor, context_lens: Tensor, cu_seqlens_q: Tens
     return batch
 
 
+def check_singles(op: str, singles: int, batch: int) -> None:
+    """An int of at most B. Whether so many sequences have one row each is for those to say who look at values."""
+    if isinstance(singles, bool) or not isinstance(singles, int | torch.SymInt):
+        raise TypeError(f"{op}: singles: got {type(singles).__name__}, expected an int")
+    if isinstance(singles, int) and singles and not 0 < singles <= batch:
+        raise ValueError(f"{op}: singles: got {singles}, expected 0 to {batch}, the sequences")
+
+
+def singles_valid(offsets: Tensor, singles: int) -> bool:
+    """On a CPU: the first so many sequences have one row each, if the offsets are in order."""
+    return not singles or torch.equal(offsets[: singles + 1], torch.arange(singles + 1, dtype=offsets.dtype))
+
+
 def contiguous_slots(op: str, arg: str, x: Tensor) -> None:
     """What lies in a slot is contiguous; slots may lie any distance apart."""
-    if x.shape[0] and not x[0].is_contiguous():
+    if not x.is_contiguous() and x.shape[0] and not x[0].is_contiguous():
         got = f"strides {x.stride()} for shape {tuple(x.shape)}"
         raise ValueError(f"{op}: {arg}: got {got}, expected each slot contiguous")
 
@@ -63,6 +76,13 @@ def explain_offsets(op: str, arg: str, offsets: Tensor, rows: int, what: str, lo
             name = "max_seqlen" + arg.removeprefix("cu_seqlens")
             raise ValueError(f"{op}: {name}: got {longest}, expected at least {end - begin}, the longest sequence")
     return values
+
+
+def explain_singles(op: str, singles: int, offsets: list[int]) -> None:
+    """Raises where one of the first so many sequences has no row, or more than one."""
+    for i, (begin, end) in enumerate(itertools.pairwise(offsets[: singles + 1])):
+        if end - begin != 1:
+            raise ValueError(f"{op}: singles: got {singles}, expected at most {i}: sequence {i} has {end - begin} rows")
 
 
 def explain_slots(op: str, slots: Tensor, context_lens: Tensor, offsets: list[int], count: int) -> None:

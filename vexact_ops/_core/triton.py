@@ -30,7 +30,7 @@ from .graph import settles_nothing
 
 OPTIONS = {"enable_fp_fusion": False}
 _LOG = logging.getLogger(__name__)
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _HERE = contextlib.nullcontext()
 
 
@@ -68,7 +68,7 @@ def load_in_turn(build: ModuleType) -> None:
     build._load_module_from_path = in_turn
 
 
-if not _INTERPRETED and hasattr(importlib.import_module("triton.backends.nvidia.driver"), "make_launcher"):
+if not INTERPRETED and hasattr(importlib.import_module("triton.backends.nvidia.driver"), "make_launcher"):
     load_in_turn(importlib.import_module("triton.runtime.build"))
 
 
@@ -328,9 +328,9 @@ def fold_sum(x):
 
 @triton.jit
 def _exp_parts(c):
-    """e^c as 2^n p: n + 1.5 2^23, n and p."""
-    shifted = c * 1.44269504 + 12582912.0
-    n = shifted - 12582912.0
+    """e^c as 2^n p: n + 64 + 1.5 2^23, n and p."""
+    shifted = c * 1.44269504 + 12582976.0
+    n = shifted - 12582976.0
     r = tl.fma(n, -0.693359375, c)
     r = tl.fma(n, 2.12194440e-4, r)
     p = tl.fma(r, 1.0 / 5040, 1.0 / 720)
@@ -359,15 +359,18 @@ def exp(x):
 
 
 @triton.jit
+def exp_of_number(x):
+    """exp_down, but for NaN, of which it is 0: for who has NaN by other ways."""
+    shifted, _, p = _exp_parts(tl.where(x >= -103.972, x, -104.0))  # e^-104 rounds to 0
+    # n + 64 stands in the low bits of shifted; 2^(n + 64) p is a normal number, so that one product rounds
+    y = p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return y.to(tl.float32, bitcast=True) * 5.421010862427522e-20
+
+
+@triton.jit
 def exp_down(x):
     """exp(x) for x of at most 0 (or NaN): the same bits for half the instructions."""
-    shifted, _, p = _exp_parts(tl.where(x > -104.0, x, -104.0))
-    # n stands in the low bits of shifted; 2^(n + 64) p is a normal number, so that one product rounds
-    y = (p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23) + (64 << 23)).to(
-        tl.float32, bitcast=True
-    ) * 5.421010862427522e-20
-    y = tl.where(x < -103.972, 0.0, y)
-    return tl.where(x != x, x, y)
+    return tl.where(x != x, x, exp_of_number(x))
 
 
 @triton.jit
@@ -376,7 +379,7 @@ def exp_term(x):
     gives (ex2.approx.ftz.f32), to 2^-22 of it, and 0 below the normal numbers: a fifth of exp_down's instructions,
     where they are what takes the time. The interpreter has no such unit, and NumPy's bits could depend on an
     element's place."""
-    if _INTERPRETED:
+    if INTERPRETED:
         y = exp_down(x)
     else:
         y = tl.exp2(x * 1.44269504)

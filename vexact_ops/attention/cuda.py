@@ -176,7 +176,7 @@ def paged_fwd(q, k_cache, v_cache, block_table, context_lens, cu_seqlens_q, max_
         return triton.paged_fwd(q, k_cache, v_cache, *step, sinks, *options)
     q, k_cache, v_cache = _aligned(q), _aligned(k_cache), _aligned(v_cache)
     dv, capacity = v_cache.shape[3], block_table.shape[1] * k_cache.shape[1]
-    out = torch.empty(*q.shape[:2], dv, dtype=q.dtype, device=q.device)
+    out = q.new_empty(*q.shape[:2], dv)
     partial = nonfinite = None
     if kv_segment is not None and kv_segment < capacity:
         sequences = len(context_lens)
@@ -259,6 +259,7 @@ def _cute():
     return None if cute.unavailable() else cute
 
 
+@functools.cache
 def _why_not() -> str:
     if importlib.util.find_spec("flash_attn") is None:
         return "flash-attn-4 is not installed"

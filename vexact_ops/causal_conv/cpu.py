@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._core import native
-from .._core.sequences import explain_offsets, explain_slots
+from .._core.sequences import explain_offsets, explain_singles, explain_slots, singles_valid
 
 
 def _wide(weight: Tensor, bias: Tensor | None):
@@ -20,11 +20,12 @@ def varlen_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tenso
     return y
 
 
-def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, silu) -> Tensor:
+def paged_fwd(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, singles, silu) -> Tensor:
     op, y = "causal_conv_paged", torch.empty(x.shape, dtype=x.dtype)
-    step = slots, context_lens, cu_seqlens_q
-    if not native.ops().causal_conv_paged_fwd(x, *_wide(weight, bias), taps, *step, silu, y):
+    given = x, *_wide(weight, bias), taps, slots, context_lens, cu_seqlens_q, silu, y
+    if not (singles_valid(cu_seqlens_q, singles) and native.ops().causal_conv_paged_fwd(*given)):
         offsets = explain_offsets(op, "cu_seqlens_q", cu_seqlens_q, x.shape[0], "x")
+        explain_singles(op, singles, offsets)
         explain_slots(op, slots, context_lens, offsets, taps.shape[0])
         raise AssertionError(f"{op}: the kernel refused offsets, slots and lengths that are in order")
     return y

@@ -65,6 +65,7 @@ def causal_conv_paged(
     cu_seqlens_q: Tensor,
     *,
     activation: str | None = "silu",
+    singles: int = 0,
     backend: str | None = None,
 ) -> Tensor:
     """causal_conv of the last rows of each sequence, which goes on from the inputs in its slot and leaves its own last
@@ -79,6 +80,7 @@ def causal_conv_paged(
     context_lens  (B,) int32: rows of each sequence so far, this call's included
     cu_seqlens_q  (B + 1,) int32: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; from 0 to T. A
                   sequence may have no rows
+    singles       the first so many sequences have one row each, as where decodes come first; no effect on bits
     returns       (T, D) in x.dtype. Positions below 0 are zeros, whatever a slot holds
     bits          those of causal_conv for the same sequence, for any split into calls, slot and batch. Up to
                   ring - W + 1 rows that were appended too many are forgotten by a call with a smaller context_len
@@ -94,6 +96,45 @@ def causal_conv_paged(
     True
     """
     op = "causal_conv_paged"
+    if paged_fits(x, weight, bias, taps, slots, context_lens, cu_seqlens_q):
+        check.choice(op, "activation", activation, ACTIVATIONS)
+    else:
+        check_paged(op, x, weight, bias, taps, activation)
+        sequences.check_slots(op, slots, context_lens, cu_seqlens_q)
+        tensors = {"x": x, "weight": weight, "bias": bias, "taps": taps, "slots": slots}
+        check.same_device(op, **tensors, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q)
+    sequences.check_singles(op, singles, slots.shape[0])
+    if torch.is_grad_enabled():
+        sequences.no_gradient(op, "causal_conv", x=x, weight=weight, bias=bias, taps=taps)
+    backend = ROOM.resolve(x.device, backend)
+    check.served(op, "x", x.dtype, backend)
+    step = slots, context_lens, cu_seqlens_q, singles
+    return _causal_conv_paged(check.rows(x), weight, bias, taps, *step, activation == "silu", backend)
+
+
+def paged_fits(x, weight, bias, taps, slots, context_lens, cu_seqlens_q) -> bool:
+    """Whether the checks with messages would find nothing: the engine asks at every layer of every step."""
+    if not (check.alike(x, weight, taps) and check.alike(slots, context_lens, cu_seqlens_q)):
+        return False
+    if not (x.dim() == weight.dim() == 2 and taps.dim() == 3 and cu_seqlens_q.dim() == 1):
+        return False
+    (channels, width), (_, ring, columns), batch = weight.shape, taps.shape, (cu_seqlens_q.shape[0] - 1,)
+    return (
+        x.dtype in check.FLOATS
+        and slots.dtype == torch.int32
+        and slots.device == x.device
+        and x.shape[1] == channels == columns
+        and 2 <= width <= min(ring, WIDEST)
+        and ring & (ring - 1) == 0
+        and (bias is None or (check.alike(x, bias) and bias.shape == (channels,)))
+        and taps.is_contiguous()
+        and slots.shape == context_lens.shape == batch
+    )
+
+
+def check_paged(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, taps: Tensor, activation: str | None = None
+) -> None:
     _check(op, x, weight, bias, activation)
     check.tensor(op, "taps", taps, ndim=3)
     check.same_dtype(op, "taps", taps, "x", x)
@@ -102,14 +143,6 @@ def causal_conv_paged(
     if ring < width or ring & (ring - 1):
         raise ValueError(f"{op}: taps: got a ring of {ring}, expected a power of two of at least {width}, the taps")
     sequences.contiguous_slots(op, "taps", taps)
-    sequences.check_slots(op, slots, context_lens, cu_seqlens_q)
-    tensors = {"x": x, "weight": weight, "bias": bias, "taps": taps, "slots": slots}
-    check.same_device(op, **tensors, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q)
-    sequences.no_gradient(op, "causal_conv", x=x, weight=weight, bias=bias, taps=taps)
-    backend = ROOM.resolve(x.device, backend)
-    check.served(op, "x", x.dtype, backend)
-    step = slots, context_lens, cu_seqlens_q
-    return _causal_conv_paged(check.rows(x), weight, bias, taps, *step, activation == "silu", backend)
 
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
@@ -162,8 +195,8 @@ def _bwd_fake(dy, x, weight, bias, *rest):
     return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(0 if bias is None else bias.shape)
 
 
-def _paged(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, silu, backend):
-    step = slots.contiguous(), context_lens.contiguous(), cu_seqlens_q.contiguous()
+def _paged(x, weight, bias, taps, slots, context_lens, cu_seqlens_q, singles, silu, backend):
+    step = slots.contiguous(), context_lens.contiguous(), cu_seqlens_q.contiguous(), singles
     return ROOM.module(backend).paged_fwd(x, weight, bias, taps, *step, silu)
 
 
@@ -182,7 +215,7 @@ _causal_conv = Operator(
 )
 _causal_conv_paged = Operator(
     "causal_conv_paged(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) taps, Tensor slots, Tensor context_lens,"
-    " Tensor cu_seqlens_q, bool silu, str backend) -> Tensor",
+    " Tensor cu_seqlens_q, SymInt singles, bool silu, str backend) -> Tensor",
     _paged,
     _fake,
 )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._core import native
-from .._core.sequences import explain_offsets, explain_slots
+from .._core.sequences import explain_offsets, explain_singles, explain_slots, singles_valid
 
 
 def _explain_gates(op: str, g: Tensor, beta: Tensor) -> None:
@@ -39,21 +39,35 @@ def varlen_bwd(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale,
 
 
 def paged_fwd(
-    q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, scale, l2norm
-):
+    q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, singles, scale,
+    l2norm,
+):  # fmt: skip
     op, out = "gated_delta_paged", torch.empty(v.shape, dtype=v.dtype)
     g, beta = g.contiguous(), beta.float().contiguous()
     tensors = q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q
-    if not native.ops().gated_delta_paged_fwd(*tensors, max_seqlen_q, scale, l2norm, out):
+    given = *tensors, max_seqlen_q, scale, l2norm, out
+    if not (singles_valid(cu_seqlens_q, singles) and native.ops().gated_delta_paged_fwd(*given)):
         offsets = explain_offsets(op, "cu_seqlens_q", cu_seqlens_q, q.shape[0], "q", max_seqlen_q)
+        explain_singles(op, singles, offsets)
         explain_slots(op, slots, context_lens, offsets, state.shape[0])
         _explain_gates(op, g, beta)
         raise AssertionError(f"{op}: the kernel refused offsets, slots, lengths and gates that are in order")
     return out
 
 
+def step_fwd(*given) -> None:
+    """None: the three ops compute it. Of what they would refuse by their own names, what is asked of this op."""
+    x, offsets, longest, singles = given[0], *given[14:17]
+    if not singles_valid(offsets, singles):
+        op = "conv_gated_delta_paged"
+        explain_singles(op, singles, explain_offsets(op, "cu_seqlens_q", offsets, x.shape[0], "x", longest))
+
+
 def delta_gates_fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, g: Tensor, beta: Tensor) -> None:
-    native.ops().delta_gates_fwd(a, b, a_log.float(), dt_bias.float(), g, beta)
+    rounded = beta if beta.dtype == b.dtype else b.new_empty(b.shape)
+    native.ops().delta_gates_fwd(a, b, a_log.float(), dt_bias.float(), g, rounded)
+    if rounded is not beta:
+        beta.copy_(rounded)
 
 
 def delta_gates_bwd(dg: Tensor, dbeta: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor):

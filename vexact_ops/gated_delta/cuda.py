@@ -5,8 +5,12 @@ chunk's start), whole sequences (whole.cuh or wide.cuh) and the backward (scan.c
 proposed each for itself, and verified byte for byte against the Triton kernels, and what they leave in slots (contract:
 verify, then trust). How many columns of a head a block of chunks takes is raced, and which kernel goes through
 sequences, forward and backward, once for few blocks and once for more than the GPU runs at once, and of chunks once
-more for those beside many single rows; the kernel of chunks is a candidate for whole sequences too. So is whether
-blocks of single rows ask the L2 cache for what later ones read.
+more for those beside many single rows; the kernel of chunks is a candidate for whole sequences too. Single rows are
+verified once more with the convolution and the gates before them (`conv_gated_delta_paged`), which the same kernel
+computes on the way; of a call of chunks too, if single rows come first.
+
+A block of chunks takes most of a multiprocessor's shared memory, whether it has work or not. So those of a paged call
+are of the sequences behind `singles` alone; blocks of single rows, which are small, are of all sequences.
 """
 
 import functools
@@ -20,15 +24,17 @@ from torch import Tensor
 from .._core import digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
 from .._core.proof.inputs import special_rows
+from ..causal_conv import triton as causal_conv
 from . import triton, triton_backward
-from .op import CHUNK
+from .op import CHUNK, WIDEST
 from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
-DECODE, CHUNKS, WHOLE, BACKWARD = "decode", "chunks", "whole", "backward"
-# columns of a head in a block; ahead: for later sequences the L2 cache is asked; wide: by the warpgroup instruction
+DECODE, STEP, CHUNKS, WHOLE, BACKWARD = "decode", "step", "chunks", "whole", "backward"
+# columns of a head in a block; wide: by the warpgroup instruction
 TILES = {
-    DECODE: ("64", "64 ahead"),
+    DECODE: ("64",),
+    STEP: ("64",),
     CHUNKS: ("32", "64", "32 wide"),
     WHOLE: ("32", "32 wide"),
     BACKWARD: ("32", "32 wide"),
@@ -60,16 +66,34 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, part: str, q: Tensor, k: Tensor, v: Tensor, l2norm: bool, sequences: int, *slots: Tensor) -> "Call":
-        rows = () if part == DECODE else (q, k, v)
-        aligned = all(_aligned(t, t.stride()[:2]) for t in rows) and all(_aligned(t, t.stride()[:1]) for t in slots)
+        aligned = (part == DECODE or _aligned(2, q, k, v)) and _aligned(1, *slots)
         (_, hk, dk), (_, hv, dv) = q.shape, v.shape
-        sparse = part == CHUNKS and q.shape[0] < SPARSE * sequences
-        return cls(part, q.device, q.dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned, sparse)
+        return cls._of(part, q.device, q.dtype, (hk, dk), (hv, dv), l2norm, q.shape[0], sequences, aligned)
+
+    @classmethod
+    def behind(cls, x: Tensor, memory, l2norm: bool, sequences: int) -> "Call":
+        """Of chunks, which so many sequences may have, behind single rows that the kernel of STEP takes: that takes
+        nothing which is not aligned."""
+        key, value = memory[1].shape[2:], memory[2].shape[2:]
+        return cls._of(CHUNKS, x.device, x.dtype, key, value, l2norm, x.shape[0], sequences, True)
+
+    @classmethod
+    def _of(cls, part, device, dtype, key, value, l2norm, rows, sequences, aligned) -> "Call":
+        (hk, dk), (hv, dv) = key, value
+        sparse = part == CHUNKS and rows < SPARSE * sequences
+        return cls(part, device, dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned, sparse)
 
 
-def _aligned(t: Tensor, strides: tuple[int, ...]) -> bool:
-    size = t.element_size()
-    return t.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in strides)
+def _aligned(leading: int, *tensors: Tensor) -> bool:
+    """Whether they begin on 16-byte boundaries, and so do their parts along the leading dimensions."""
+    for t in tensors:  # loops: asked at every layer, and all() over a generator takes twice as long
+        if t.data_ptr() % 16:
+            return False
+        size = t.element_size()
+        for stride in t.stride()[:leading]:
+            if stride * size % 16:
+                return False
+    return True
 
 
 def route(call: Call) -> Decision:
@@ -77,15 +101,17 @@ def route(call: Call) -> Decision:
     rule = _rule(call)
     if rule:
         return canonical_by_rule("triton", rule)
-    crowded = call.part != DECODE and call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
+    crowded = call.part not in (DECODE, STEP) and call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
     return _decision(call.device, *call[:1], *call[2:8], crowded, crowded and call.sparse)
 
 
 def _rule(call: Call) -> str | None:
     if call.dtype not in (torch.bfloat16, torch.float16):
         return "other kernels take bf16 and fp16"
-    if call.dk not in (DEPTHS if call.part == DECODE else (128,)) or call.dv % 64:
+    if call.dk not in (DEPTHS if call.part in (DECODE, STEP) else (128,)) or call.dv % 64 or call.dv > WIDEST:
         return "other kernels take heads of other sizes"
+    if call.part == STEP and call.hv % 2:
+        return "other kernels take value heads by twos"
     if not call.aligned:
         return "rows or slots do not begin on 16-byte boundaries"
     return gpu.not_sm90(call.device)
@@ -97,7 +123,7 @@ DEPTHS = 64, 128, 256  # of keys, in the kernel for single rows
 @functools.cache
 def _native():
     ops = native.ops()
-    names = "decode", "chunks", "whole", "backward"
+    names = "decode", "step", "chunks", "whole", "backward"
     return SimpleNamespace(**{name: getattr(ops, f"gated_delta_{name}").default for name in names})
 
 
@@ -115,19 +141,87 @@ def varlen_bwd(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale,
 
 
 def paged_fwd(
-    q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, scale, l2norm
-):
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, singles, scale,
+    l2norm,
+):  # fmt: skip
+    out = v.new_empty(*v.shape)
     if not (q.shape[0] and slots.shape[0]):
         return out
     g, beta = (x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in (g, beta))
     memory, sequences = (state, open_k, open_u, open_g), slots.shape[0]
-    step = slots, context_lens, cu_seqlens_q
-    for part, least in ((DECODE, 1), (CHUNKS, 2)):
-        if max_seqlen_q >= least:
-            name = route(Call.of(part, q, k, v, l2norm, sequences, *memory)).chosen.name
-            _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out)
+    step = slots, context_lens, cu_seqlens_q, singles
+    for part, count in _parts(max_seqlen_q, sequences, singles):
+        name = route(Call.of(part, q, k, v, l2norm, count, *memory)).chosen.name
+        _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out)
     return out
+
+
+def _parts(longest: int, sequences: int, singles: int) -> list[tuple[str, int]]:
+    """Of a paged call, and of how many sequences each is. A single row may stand behind the first ones too."""
+    parts = (DECODE, sequences, 1), (CHUNKS, sequences - singles, 2)
+    return [(part, count) for part, count, least in parts if longest >= least and count]
+
+
+def step_fwd(x, weight, bias, taps, a, b, a_log, dt_bias, *rest) -> Tensor | None:
+    """None where no kernel for all of it was admitted, or sequences may have more rows and none is known to have one.
+    Where some are, it takes all single rows, and sequences of more rows, which can only be behind, are `_behind`'s."""
+    *memory, slots, context_lens, offsets, longest, singles, scale, l2norm, doubled = rest
+    if not (longest == 1 or singles) or not (x.shape[0] and slots.shape[0]):
+        return None
+    vectors = (None if t is None else t.contiguous() for t in (weight, bias, a_log, dt_bias))
+    weight, bias, a_log, dt_bias = vectors
+    given = x, weight, bias, taps, a, b, a_log, dt_bias
+    if _route_step(given, memory, l2norm).chosen.name == "triton":
+        return None
+    out = torch.empty(x.shape[0], *memory[2].shape[2:], dtype=x.dtype, device=x.device)
+    step = slots.contiguous(), context_lens.contiguous(), offsets.contiguous()
+    _step(given, memory, step, scale, l2norm, doubled, out)
+    if _any_behind(longest, slots.shape[0], singles):
+        _behind(given, memory, (*step, singles), scale, l2norm, doubled, out)
+    return out
+
+
+def _any_behind(longest: int, sequences: int, singles: int) -> bool:
+    return longest > 1 and singles < sequences
+
+
+def _route_step(given, memory, l2norm: bool) -> Decision:
+    x, weight, _, taps, a, b, a_log, dt_bias = given
+    (hk, dk), (hv, dv) = memory[1].shape[2:], memory[2].shape[2:]
+    if weight.shape[1] != 4 or any(t.dtype not in (x.dtype, torch.float32) for t in (a_log, dt_bias)):
+        return canonical_by_rule("triton", "other kernels take four taps, and gates' vectors in fp32 or as x")
+    aligned = _aligned(1, x, taps, *memory) and _aligned(0, weight)
+    pairs = all(t.stride(0) % 2 == 0 and t.stride(1) == 1 for t in (a, b))
+    aligned = aligned and pairs and all(t.data_ptr() % 4 == 0 for t in (a, b, a_log, dt_bias))
+    return route(Call(STEP, x.device, x.dtype, hk, hv, dk, dv, l2norm, aligned=aligned))
+
+
+def _step(given, memory, step, scale, l2norm, doubled, out) -> None:
+    many = gpu.multiprocessors(out.device)
+    _native().step(*given, *memory, *step[:3], scale, l2norm, doubled, many, out)
+
+
+def _behind(given, memory, step, scale, l2norm, doubled, out) -> None:
+    """Sequences of more than one row, which are none of the first `singles`, as the three ops compute them. Of a single
+    row between them, which `_step` has computed, the convolution is computed once more, and its ring given the same
+    bytes: they are few. Gates are of all rows: Triton compiles anew for slices of odd alignment."""
+    x, weight, bias, taps = given[:4]
+    *of, singles = step
+    qkv = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    causal_conv.behind(x, weight, bias, taps, *step, True, qkv)
+    rows = _net_rows(qkv, given, memory, doubled)
+    name = route(Call.behind(x, memory, l2norm, of[0].shape[0] - singles)).chosen.name
+    _paged(CHUNKS, name, *rows, memory, step, scale, l2norm, out)
+
+
+def _net_rows(qkv, given, memory, doubled: bool):
+    """q, k, v, g and beta, of what the convolution gave."""
+    (hk, dk), (hv, dv) = memory[1].shape[2:], memory[2].shape[2:]
+    q, k, v = (t.unflatten(1, (-1, d)) for t, d in zip(qkv.split((hk * dk, hk * dk, hv * dv), 1), (dk, dk, dv)))
+    a, b, a_log, dt_bias = given[4:]
+    g, beta = (a.new_empty(*a.shape, dtype=torch.float32) for _ in "gb")
+    delta_gates_fwd(a, b, a_log, dt_bias, g, beta)
+    return q, k, v, g, beta * 2.0 if doubled else beta
 
 
 def _tile(name: str) -> list[int]:
@@ -138,12 +232,6 @@ def _tile(name: str) -> list[int]:
 def _wide(name: str) -> bool:
     """By the warpgroup instruction. Of a paged call it takes sequences that go on from a chunk's start."""
     return name.endswith("wide")
-
-
-def _ahead(v: Tensor) -> int:
-    """Sequences between a block and those that it asks the L2 cache for: half of those whose blocks, of 64 columns
-    each, run at once. Longer than memory takes, and a third of the cache."""
-    return -(-2 * gpu.multiprocessors(v.device) // (v.shape[1] * v.shape[2] // 64))
 
 
 def _prepared(v: Tensor, offsets: Tensor) -> Tensor:
@@ -198,20 +286,22 @@ def _gradients(name, dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, 
 
 
 def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> None:
-    slots, context_lens, offsets = step
+    slots, context_lens, offsets, singles = step
     if name == "triton":
-        where = triton.slots_of(*memory, slots, context_lens)
-        run = triton.paged_tokens if part == DECODE else triton.paged_chunks
-        run(q, k, v, g.contiguous(), beta.float().contiguous(), where, memory[0].shape[0], offsets, scale, l2norm, out)
+        where, gates = triton.slots_of(*memory, slots, context_lens), (g.contiguous(), beta.float().contiguous())
+        given = q, k, v, *gates, where, memory[0].shape[0], offsets, scale, l2norm, out
+        triton.paged_tokens(*given) if part == DECODE else triton.paged_chunks(*given, singles)
     elif part == DECODE:
-        ahead = _ahead(v) if name.endswith("ahead") else 0
-        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, ahead, out)
+        many = gpu.multiprocessors(v.device)
+        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, many, out)
     else:
-        rows, of, prepared = (q, k, v, g, beta, offsets), (*memory, slots, context_lens), None
+        behind, gates, prepared = offsets[singles:], (g, beta), None
         if _wide(name):
-            rows, prepared = (q, k, v, g.contiguous(), beta.float().contiguous(), offsets), _prepared(v, offsets)
-        _native().chunks(*rows, None, None, None, None, *of, prepared, scale, l2norm, *_tile(name), out)
-        triton.append(q, k, v, g.contiguous(), offsets, triton.slots_of(*of), memory[0].shape[0])
+            gates, prepared = (g.contiguous(), beta.float().contiguous()), _prepared(v, behind)
+        of = *memory, slots[singles:], context_lens[singles:], prepared
+        _native().chunks(q, k, v, *gates, behind, *[None] * 4, *of, scale, l2norm, *_tile(name), out)
+        where = triton.slots_of(*memory, slots, context_lens)  # whole: Triton compiles anew for slices of odd alignment
+        triton.append(q, k, v, g.contiguous(), offsets, where, memory[0].shape[0], singles)
 
 
 # ---- admission
@@ -223,6 +313,9 @@ def _decision(
     crowded: bool, sparse: bool,
 ) -> Proposal:  # fmt: skip
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
+    canonical = digest.canonical("gated_delta")
+    if part == STEP:
+        canonical += digest.canonical("causal_conv")
     kinds = (WHOLE, CHUNKS) if part == WHOLE else (part,)
     names = [f"sm90 {kind} {tile}" for kind in kinds for tile in TILES[kind]]
     if part == WHOLE:  # which has its own wide one
@@ -232,7 +325,7 @@ def _decision(
     return Proposal(
         f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
         [Candidate(name, functools.partial(_verified, part, name), source) for name in names],
-        Candidate("triton", functools.partial(_verified, part, "triton"), digest.canonical("gated_delta")),
+        Candidate("triton", functools.partial(_verified, part, "triton"), canonical),
         lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse),
         functools.partial(_race, part),
     )
@@ -245,9 +338,25 @@ def _verified(part: str, name: str, rows, memory, step, initial, l2norm):
     if part == WHOLE:
         whole = *rows[:4], rows[4].float(), step[2], initial, 0.3, l2norm
         return [*_whole(name, *whole, True), *_used(*_kept(name, *whole)[:2], step[2])]
-    memory, out = [t.clone() for t in memory], torch.zeros_like(rows[2])
+    memory = [t.clone() for t in memory]
+    if part == STEP:
+        return [_stepped(name, rows, memory, step, l2norm), *memory]
+    out = torch.zeros_like(rows[2])
     _paged(part, name, *rows, memory, step, 0.3, l2norm, out)
     return [out, *memory]
+
+
+def _stepped(name: str, given, memory, step, l2norm: bool) -> Tensor:
+    """memory: the ring of the convolution's inputs, and what the net remembers."""
+    x, weight, bias, *gates, doubled = given
+    taps, *memory = memory
+    given, out = (x, weight, bias, taps, *gates), x.new_zeros(x.shape[0], *memory[2].shape[2:])
+    if name != "triton":
+        _step(given, memory, step, 0.3, l2norm, doubled, out)
+        return out
+    qkv = causal_conv.paged_fwd(x, weight, bias, taps, *step, True)
+    _paged(DECODE, name, *_net_rows(qkv, given, memory, doubled), memory, step, 0.3, l2norm, out)
+    return out
 
 
 def _gradients_of(name: str, rows, offsets, initial, l2norm):
@@ -267,16 +376,21 @@ def _used(states: Tensor, us: Tensor, offsets: Tensor) -> list[Tensor]:
 
 def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False) -> list[tuple]:
     """Sequences at every kind of place in a chunk, new and old, with a slot and without one; rows whose products with
-    the state cancel, special values beside ordinary ones, gates at their ends; what no sequence owns is NaN."""
+    the state cancel, special values beside ordinary ones, gates at their ends; what no sequence owns is NaN. Of chunks
+    in every other case the first sequence, which has a single row, is left to another call."""
     draw = torch.Generator(device).manual_seed(dk + dv)
 
     def new(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, device=device, dtype=torch.float32)
 
+    single = part in (DECODE, STEP)
     places = [0, 1, 2, 15, 16, 17, 31, 40, 48, 62, 63, 0, 0, 0, 0]
-    known = [n * CHUNK + place for n in (0, 2) for place in places] * (2 if part == DECODE else 1)
-    counts = [1] * len(known) if part == DECODE else [(1, 2, 17, 63, 64, 130, 3)[i % 7] for i in range(len(known))]
-    if part != DECODE:
+    known = [n * CHUNK + place for n in (0, 2) for place in places]
+    if single:  # so many that each block has several items
+        many = gpu.multiprocessors(device) if device.type == "cuda" else 1
+        known *= max(2, -(-16 * many // (len(known) * hv * dv // 64)))
+    counts = [1] * len(known) if single else [(1, 2, 17, 63, 64, 130, 3)[i % 7] for i in range(len(known))]
+    if not single:
         counts[3] = 0
     sequences, tokens = len(known), sum(counts)
     offsets = torch.tensor([0, *counts], dtype=torch.int64, device=device).cumsum(0).int()
@@ -323,8 +437,15 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False) -
             g, beta = g.nan_to_num(nan=0.0, neginf=-torch.inf), beta.round()
         rows = q.to(dtype), k.to(dtype), v.to(dtype), g, beta if kind % 2 else beta.to(dtype)
         given = memory(1.0, states)
-        found.append((rows, given, (slots, lens, offsets), None if kind == 0 else initial, l2norm))
-    if part != DECODE:  # what is raced, the last one: whole sequences, or few of them beside many single rows
+        if part == STEP:
+            rows = _before(rows, new, kind, a_log_of=torch.float32 if kind % 2 else dtype)
+            channels, positions = rows[0].shape[1], torch.arange(4, device=device)[None]
+            taps = new(count, 4, channels).to(dtype)
+            held = torch.full((count,), 0, dtype=torch.int64, device=device)
+            held[slots[slots >= 0].long()] = torch.tensor(known, dtype=torch.int64, device=device)[slots >= 0]
+            given = [taps.masked_fill((positions >= held[:, None])[..., None], torch.nan), *given]
+        found.append((rows, given, (slots, lens, offsets, kind % 2), None if kind == 0 else initial, l2norm))
+    if not single:  # what is raced, the last one: whole sequences, or few of them beside many single rows
         batch, each = (max(2, 256 * gpu.multiprocessors(device) // (hv * dv)), 256) if crowded else (1, 1024)
         counts = [each] * batch + [1] * (each * batch // (SPARSE // 2) if sparse else 0)
         tokens, sequences = sum(counts), len(counts)
@@ -333,12 +454,34 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False) -
         lens = torch.tensor(counts, dtype=torch.int32, device=device)
         offsets = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         none = torch.full_like(lens, -1)
-        found.append((rows, memory(1.0, cancels), (none, lens, offsets), None, l2norm))
+        found.append((rows, memory(1.0, cancels), (none, lens, offsets, 0), None, l2norm))
     return found
+
+
+def _before(rows, new, kind: int, a_log_of: torch.dtype):
+    """What a projection may give for such rows, a layer's weights, and whether beta is doubled: as in _stepped."""
+    q, k, v, g, _ = rows
+    x = torch.cat([t.flatten(1) for t in (q, k, v)], 1)
+    (tokens, channels), hv, dtype = x.shape, g.shape[1], x.dtype
+    weight, a, b = new(channels, 4), 4 * new(tokens, hv), 4 * new(tokens, hv)
+    if kind == 0:  # taps cancel, where inputs are alike, but for rounding
+        weight[:, 1::2] = -weight[:, ::2]
+    elif kind == 1:  # rows stay what they are but for silu, and meet the state as they did
+        weight[:] = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float32, device=x.device)
+    elif kind == 2:
+        a, b = special_rows(a, seed=3), special_rows(b, seed=4)
+    elif kind == 3:
+        weight, a = weight * 8, a * 16
+    bias = new(channels).to(dtype) if kind == 3 else None
+    vectors = (new(hv) * (3 if kind == 3 else 1)).to(a_log_of), new(hv).to(dtype if kind < 2 else torch.float32)
+    return x, weight.to(dtype), bias, a.to(dtype), b.to(dtype), *vectors, kind == 3
 
 
 def _race(part: str, candidates, case) -> list[float | Exception]:
     rows, memory, step, initial, l2norm = case
+    if part == STEP:
+        calls = [[functools.partial(_stepped, one.name, rows, memory, step, l2norm)] * 4 for one in candidates]
+        return race_on_gpu(calls)
     wide = *rows[:4], rows[4].float()
     whole = *wide, step[2], initial, 0.3, l2norm
     if part in (DECODE, CHUNKS):
@@ -355,14 +498,25 @@ def explain(op: str, **given) -> list[tuple[str, Decision]]:
     """Which kernels compute a call, of the operator's arguments by name."""
     if op.startswith("delta_gates"):
         return []  # one kernel, Triton's
+    if op.startswith("conv_"):
+        names = "x", "weight", "bias", "taps", "a", "b", "a_log", "dt_bias"
+        memory = [given[name] for name in ("state", "open_k", "open_u", "open_g")]
+        longest, singles, sequences = given["max_seqlen_q"], given["singles"], given["slots"].shape[0]
+        if not (longest == 1 or singles):
+            return [(STEP, canonical_by_rule("apart", "sequences may have more than one row"))]
+        step = _route_step([given[name] for name in names], memory, given["l2norm"])
+        if step.chosen.name == "triton" or not _any_behind(longest, sequences, singles):
+            return [(STEP, step)]
+        behind = Call.behind(given["x"], memory, given["l2norm"], sequences - singles)
+        return [(STEP, step), (CHUNKS, route(behind))]
     q, k, v, l2norm = (given[name] for name in ("q", "k", "v", "l2norm"))
     if op.endswith("bwd"):
         return [(BACKWARD, route(Call.of(BACKWARD, q, k, v, l2norm, given["cu_seqlens"].shape[0] - 1, given["dout"])))]
     if "slots" not in given:
         return [(WHOLE, route(Call.of(WHOLE, q, k, v, l2norm, given["cu_seqlens"].shape[0] - 1)))]
-    memory, sequences = [given[name] for name in ("state", "open_k", "open_u", "open_g")], given["slots"].shape[0]
-    parts = (DECODE, CHUNKS) if given["max_seqlen_q"] > 1 else (DECODE,)
-    return [(part, route(Call.of(part, q, k, v, l2norm, sequences, *memory))) for part in parts]
+    memory = [given[name] for name in ("state", "open_k", "open_u", "open_g")]
+    parts = _parts(given["max_seqlen_q"], given["slots"].shape[0], given["singles"])
+    return [(part, route(Call.of(part, q, k, v, l2norm, count, *memory))) for part, count in parts]
 
 
 def admit(
@@ -374,4 +528,5 @@ def admit(
     sizes = gpu.with_index(device), dtype, hk, hv, dk, dv, l2norm
     parts = (CHUNKS, WHOLE, *((BACKWARD,) if training else ()))
     calls = [Call(part, *sizes, heads=heads) for part in parts for heads in (1, 1 << 20)]
-    return [route(call) for call in (Call(DECODE, *sizes), *calls, Call(CHUNKS, *sizes, heads=1 << 20, sparse=True))]
+    parts = Call(DECODE, *sizes), Call(STEP, *sizes), *calls, Call(CHUNKS, *sizes, heads=1 << 20, sparse=True)
+    return [route(call) for call in parts]

@@ -1,5 +1,6 @@
 """Gated delta nets: one chunked definition for training, prefill chunks and decode, with the same bits in all three."""
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
@@ -133,6 +134,7 @@ def gated_delta_paged(
     *,
     scale: float | None = None,
     qk_l2norm: bool = True,
+    singles: int = 0,
     backend: str | None = None,
 ) -> Tensor:
     """gated_delta_varlen of the last rows of each sequence, which goes on from what its slot remembers and appends to
@@ -153,6 +155,7 @@ def gated_delta_paged(
                   keeps what it has
     cu_seqlens_q  (B + 1,) int32: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; from 0 to T
     max_seqlen_q  at least the most rows of a sequence; no effect on bits
+    singles       the first so many sequences have one row each, as where decodes come first; no effect on bits
     returns       (T, Hv, dv) in q.dtype
     bits          those of gated_delta_varlen for the same sequence, for any split into calls, slot and batch. In its
                   first chunk a sequence has a state of zeros, whatever its slot holds. Rows that were appended too many
@@ -173,30 +176,107 @@ def gated_delta_paged(
     True
     """
     op = "gated_delta_paged"
+    step, memory = (slots, context_lens, cu_seqlens_q), (state, open_k, open_u, open_g)
+    if _paged_fits(q, k, v, g, beta, *memory, *step):
+        scale = q.shape[2] ** -0.5 if scale is None else check.number(op, "scale", scale)
+    else:
+        scale = _check_paged(op, q, k, v, g, beta, *memory, *step, scale)
+    sequences.check_singles(op, singles, slots.shape[0])
+    if torch.is_grad_enabled():
+        rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        tensors = {"state": state, "open_k": open_k, "open_u": open_u, "open_g": open_g}
+        sequences.no_gradient(op, "gated_delta_varlen", **rows, **tensors)
+    check_longest(op, max_seqlen_q)
+    backend = ROOM.resolve(q.device, backend)
+    check.served(op, "q", q.dtype, backend)
+    options = max_seqlen_q, singles, scale, bool(qk_l2norm), backend
+    return _gated_delta_paged(q, k, v, g, beta, *memory, *step, *options)
+
+
+def _paged_fits(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q) -> bool:
+    """Whether _check_paged would find nothing, without its messages: the engine asks at every layer of every step."""
+    if not (
+        check.alike(q, k, v, open_k)
+        and check.alike(g, state, open_u, open_g)
+        and check.alike(slots, context_lens, cu_seqlens_q)
+        and isinstance(beta, Tensor)
+        and q.dim() == v.dim() == 3
+        and cu_seqlens_q.dim() == 1
+    ):
+        return False
+    (tokens, hk, dk), (rows, hv, dv), device = q.shape, v.shape, q.device
+    return (
+        q.dtype in check.FLOATS
+        and g.dtype == torch.float32
+        and beta.dtype in (torch.float32, q.dtype)
+        and slots.dtype == torch.int32
+        and g.device == beta.device == slots.device == device
+        and k.shape == q.shape
+        and rows == tokens
+        and g.shape == beta.shape == (tokens, hv)
+        and memory_fits((hk, dk), (hv, dv), state, open_k, open_u, open_g)
+        and slots.shape == context_lens.shape == (cu_seqlens_q.shape[0] - 1,)
+    )
+
+
+def memory_fits(key, value, state, open_k, open_u, open_g) -> bool:
+    """As _paged_fits, of what check_heads and check_memory look at, but for dtypes."""
+    (hk, dk), (hv, dv) = key, value
+    count = len(state) if state.dim() else 0
+    return (
+        0 < hk <= hv <= GROUP * hk
+        and hv % hk == 0
+        and 16 <= dk <= WIDEST
+        and 16 <= dv <= WIDEST
+        and state.shape == (count, hv, dk, dv)
+        and open_k.shape == (count, CHUNK, hk, dk)
+        and open_u.shape == (count, CHUNK, hv, dv)
+        and open_g.shape == (count, CHUNK, hv)
+        and state.is_contiguous()
+        and open_k.is_contiguous()
+        and open_u.is_contiguous()
+        and open_g.is_contiguous()
+    )
+
+
+def _check_paged(
+    op, q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, scale
+) -> float:
     scale = _check(op, q, k, v, g, beta, scale)
-    sizes = {
-        "state": (v.shape[1], q.shape[2], v.shape[2]),
-        "open_k": (CHUNK, *k.shape[1:]),
-        "open_u": (CHUNK, *v.shape[1:]),
-        "open_g": (CHUNK, v.shape[1]),
-    }
     tensors = {"state": state, "open_k": open_k, "open_u": open_u, "open_g": open_g}
-    for arg, x in tensors.items():
-        check.tensor(op, arg, x, (q.dtype,) if arg == "open_k" else _FP32)
-        check.shape(op, arg, x, ("slots" if x is state else state.shape[0], *sizes[arg]))
-        sequences.contiguous_slots(op, arg, x)
+    check_memory(op, q.dtype, k.shape[1:], v.shape[1:], **tensors)
     sequences.check_slots(op, slots, context_lens, cu_seqlens_q)
     rows = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     check.same_device(op, **rows, **tensors, slots=slots, context_lens=context_lens, cu_seqlens_q=cu_seqlens_q)
-    sequences.no_gradient(op, "gated_delta_varlen", **rows, **tensors)
+    return scale
+
+
+def check_memory(op: str, dtype: torch.dtype, key: Sequence[int], value: Sequence[int], **tensors: Tensor) -> None:
+    """state, open_k, open_u and open_g of key and value heads (Hk, dk) and (Hv, dv)."""
+    (hk, dk), (hv, dv) = key, value
+    sizes = (hv, dk, dv), (CHUNK, hk, dk), (CHUNK, hv, dv), (CHUNK, hv)
+    for size, (arg, x) in zip(sizes, tensors.items()):
+        check.tensor(op, arg, x, (dtype,) if arg == "open_k" else _FP32)
+        check.shape(op, arg, x, ("slots" if arg == "state" else tensors["state"].shape[0], *size))
+        sequences.contiguous_slots(op, arg, x)
+
+
+def check_heads(op: str, arg: str, key: Sequence[int], value: Sequence[int]) -> None:
+    (hk, dk), (hv, dv) = key, value
+    if hk == 0 or hv == 0 or hv % hk or hv > GROUP * hk:
+        raise ValueError(
+            f"{op}: {arg}: got {hv} heads for k's {hk}, expected a multiple of {hk}, at most {GROUP} times"
+        )
+    for name, dim in (("q", dk), (arg, dv)):
+        if not 16 <= dim <= WIDEST:
+            raise ValueError(f"{op}: {name}: got heads of {dim}, expected 16 to {WIDEST}")
+
+
+def check_longest(op: str, max_seqlen_q: int) -> None:
     if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int | torch.SymInt):
         raise TypeError(f"{op}: max_seqlen_q: got {type(max_seqlen_q).__name__}, expected an int")
     if isinstance(max_seqlen_q, int) and max_seqlen_q < 0:
         raise ValueError(f"{op}: max_seqlen_q: got {max_seqlen_q}, expected at least 0")
-    backend = ROOM.resolve(q.device, backend)
-    check.served(op, "q", q.dtype, backend)
-    step = slots, context_lens, cu_seqlens_q, max_seqlen_q
-    return _gated_delta_paged(q, k, v, g, beta, *tensors.values(), *step, scale, bool(qk_l2norm), backend)
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None) -> float:
@@ -207,11 +287,7 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sc
     check.shape(op, "k", k, q.shape)
     check.shape(op, "v", v, (q.shape[0], "Hv", "dv"))
     (tokens, hk, dk), (_, hv, dv) = q.shape, v.shape
-    if hk == 0 or hv == 0 or hv % hk or hv > GROUP * hk:
-        raise ValueError(f"{op}: v: got {hv} heads for k's {hk}, expected a multiple of {hk}, at most {GROUP} times")
-    for arg, dim in (("q", dk), ("v", dv)):
-        if not 16 <= dim <= WIDEST:
-            raise ValueError(f"{op}: {arg}: got heads of {dim}, expected 16 to {WIDEST}")
+    check_heads(op, "v", (hk, dk), (hv, dv))
     check.tensor(op, "g", g, _FP32)
     check.tensor(op, "beta", beta, dict.fromkeys((torch.float32, q.dtype)))
     for arg, x in (("g", g), ("beta", beta)):
@@ -269,9 +345,9 @@ def _bwd_fake(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, *option
     return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), dinitial
 
 
-def _paged(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, longest, *options):
+def _paged(q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, *options):
     *options, backend = options
-    step = slots.contiguous(), context_lens.contiguous(), cu_seqlens_q.contiguous(), longest
+    step = slots.contiguous(), context_lens.contiguous(), cu_seqlens_q.contiguous()
     tensors = _rows(q), _rows(k), _rows(v), g, beta, state, open_k, open_u, open_g  # g and beta as they come
     return ROOM.module(backend).paged_fwd(*tensors, *step, *options)
 
@@ -298,7 +374,7 @@ _gated_delta_varlen = Operator(
 _gated_delta_paged = Operator(
     "gated_delta_paged(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor(b!) open_k,"
     " Tensor(c!) open_u, Tensor(d!) open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q,"
-    " SymInt max_seqlen_q, float scale, bool l2norm, str backend) -> Tensor",
+    " SymInt max_seqlen_q, SymInt singles, float scale, bool l2norm, str backend) -> Tensor",
     _paged,
     _paged_fake,
 )

@@ -34,7 +34,7 @@ from .op import CHUNK
 from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
-PER_CALL = ["tokens", "sequences", "slot_count"]
+PER_CALL = ["tokens", "sequences", "slot_count", "singles"]
 _CHUNK = tl.constexpr(CHUNK)
 _BLOCK = tl.constexpr(16)
 _BLOCKS = tl.constexpr(CHUNK // 16)
@@ -237,13 +237,14 @@ def origin(slots, sequence, rows, slot_count):
 
 @triton.jit(do_not_specialize=PER_CALL)
 def _chunks_kernel(
-    q, k, v, g, beta, out, offsets, initial, final, slots, states, us, tokens, sequences, slot_count, strides, scale,
+    q, k, v, g, beta, out, offsets, initial, final, slots, states, us, tokens, sequences, slot_count, singles, strides,
+    scale,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, BV: tl.constexpr,
     SLOTS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr, L2NORM: tl.constexpr,
     TF: tl.constexpr,
 ):  # fmt: skip
     """KEEP: the states at chunk starts and u are what is wanted, for the backward."""
-    sequence, head = tl.program_id(2), tl.program_id(1)
+    sequence, head = singles + tl.program_id(2), tl.program_id(1)
     begin, end = extent(offsets, sequence, tokens)
     d, c = tl.arange(0, DKP), tl.program_id(0) * BV + tl.arange(0, BV)
     wide, deep = (c < DV)[None, :], (d < DK)[None, :]
@@ -320,12 +321,12 @@ def _chunks_kernel(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def _append_kernel(
-    k, g, offsets, slots, tokens, sequences, slot_count, strides,
+    k, g, offsets, slots, tokens, sequences, slot_count, singles, strides,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
 ):  # fmt: skip
     """k and G of the chunk that chunks leave open, by a launch of its own: the one before reads what this overwrites.
     Programs of value heads; the first of a group stores the group's k."""
-    sequence, head = tl.program_id(1), tl.program_id(0)
+    sequence, head = singles + tl.program_id(1), tl.program_id(0)
     begin, end = extent(offsets, sequence, tokens)
     slot, position = origin(slots, sequence, end - begin, slot_count)
     stop = position + end - begin
@@ -471,7 +472,7 @@ def chunks(q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, final=Fal
             _chunks_kernel[grid](
                 q, k, v, g, beta, out, cu_seqlens, g if initial_state is None else initial_state,
                 g if state is None else state, _nothing(q, cu_seqlens), g if states is None else states,
-                g if us is None else us, tokens, batch, 0, strides_of(q, k, v), scale,
+                g if us is None else us, tokens, batch, 0, 0, strides_of(q, k, v), scale,
                 SLOTS=False, INITIAL=initial_state is not None, FINAL=final, KEEP=keep, num_warps=8, num_stages=1,
                 **size, **OPTIONS,
             )  # fmt: skip
@@ -488,27 +489,28 @@ def varlen_bwd(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale,
     return backward(dout, dfinal, q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm)
 
 
-def paged_chunks(q, k, v, g, beta, slots: Slots, slot_count: int, cu_seqlens_q, scale, l2norm, out) -> None:
-    """Sequences with more than one row in the call; others are left alone."""
+def paged_chunks(q, k, v, g, beta, slots: Slots, slot_count: int, cu_seqlens_q, scale, l2norm, out, singles=0) -> None:
+    """Sequences with more than one row in the call, which the first `singles` have not; others are left alone."""
     tokens, batch, size = q.shape[0], cu_seqlens_q.shape[0] - 1, sizes(q, v, l2norm)
-    grid = cdiv(v.shape[2], size["BV"]), v.shape[1], batch
+    grid = cdiv(v.shape[2], size["BV"]), v.shape[1], batch - singles
     strides = strides_of(q, k, v)
     with on(q):
         _chunks_kernel[grid](
-            q, k, v, g, beta, out, cu_seqlens_q, g, g, slots, g, g, tokens, batch, slot_count, strides, scale,
+            q, k, v, g, beta, out, cu_seqlens_q, g, g, slots, g, g, tokens, batch, slot_count, singles, strides, scale,
             SLOTS=True, INITIAL=False, FINAL=False, KEEP=False, num_warps=8, num_stages=1, **size, **OPTIONS,
         )  # fmt: skip
-    append(q, k, v, g, cu_seqlens_q, slots, slot_count)
+    append(q, k, v, g, cu_seqlens_q, slots, slot_count, singles)
 
 
-def append(q, k, v, g, cu_seqlens_q, slots: Slots, slot_count: int) -> None:
+def append(q, k, v, g, cu_seqlens_q, slots: Slots, slot_count: int, singles: int) -> None:
     """Stores k and G of the chunks that such sequences leave open."""
     tokens, batch, size = q.shape[0], cu_seqlens_q.shape[0] - 1, sizes(q, v, True)
     shared = {name: size[name] for name in ("HK", "HV", "DK", "DKP")}
     with on(q):
-        _append_kernel[v.shape[1], batch](
-            k, g, cu_seqlens_q, slots, tokens, batch, slot_count, strides_of(q, k, v), num_warps=4, **shared, **OPTIONS
-        )
+        _append_kernel[v.shape[1], batch - singles](
+            k, g, cu_seqlens_q, slots, tokens, batch, slot_count, singles, strides_of(q, k, v), num_warps=4, **shared,
+            **OPTIONS,
+        )  # fmt: skip
 
 
 def paged_tokens(q, k, v, g, beta, slots: Slots, slot_count: int, cu_seqlens_q, scale, l2norm, out) -> None:
@@ -532,14 +534,15 @@ def slots_of(state, open_k, open_u, open_g, slots, context_lens) -> Slots:
 
 
 def paged_fwd(
-    q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, scale, l2norm
-):
+    q, k, v, g, beta, state, open_k, open_u, open_g, slots, context_lens, cu_seqlens_q, max_seqlen_q, singles, scale,
+    l2norm,
+):  # fmt: skip
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     g, beta = g.contiguous(), beta.float().contiguous()
     if q.shape[0] and slots.shape[0]:
         where = slots_of(state, open_k, open_u, open_g, slots, context_lens)
         rest = where, state.shape[0], cu_seqlens_q, scale, l2norm, out
         paged_tokens(q, k, v, g, beta, *rest)
-        if max_seqlen_q > 1:
-            paged_chunks(q, k, v, g, beta, *rest)
+        if max_seqlen_q > 1 and singles < slots.shape[0]:
+            paged_chunks(q, k, v, g, beta, *rest, singles)
     return out

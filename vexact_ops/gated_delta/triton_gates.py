@@ -33,6 +33,7 @@ def _fwd_kernel(
     rate = exp(tl.load(a_log + head, mask=head < H, other=0.0).to(tl.float32))
     tl.store(g + row * H + head, (rate * _softplus(x)) * -1.0, mask=inside)
     s, _ = sigmoid(tl.load(b + row * b_stride + head, mask=inside, other=0.0).to(tl.float32), False)
+    s = s.to(b.dtype.element_ty)  # as a model rounds it, whatever it is stored as
     tl.store(beta + row * H + head, s.to(beta.dtype.element_ty), mask=inside)
 
 
@@ -65,12 +66,19 @@ def _heads(a: Tensor) -> dict:
     return {"H": a.shape[1], "BLOCK": block(a.shape[1], "delta_gates: Hv", most=1024), "num_warps": 4}
 
 
+def _rows(rows: int, heads: int) -> int:
+    """Of a program, an element depending on its inputs alone: many are worth several to a thread."""
+    return 4 if rows < 1024 else max(512 // heads, 1)
+
+
 def delta_gates_fwd(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, g: Tensor, beta: Tensor) -> None:
     if a.numel():
+        heads = _heads(a)
+        rows = _rows(a.shape[0], heads["BLOCK"])
         with on(a):
-            _fwd_kernel[(cdiv(a.shape[0], 4),)](
+            _fwd_kernel[(cdiv(a.shape[0], rows),)](
                 a, b, a_log, dt_bias, g, beta, a.shape[0], a.stride(0), b.stride(0),
-                ROWS=4, **_heads(a), **OPTIONS, **early(a),
+                ROWS=rows, **heads, **OPTIONS, **early(a),
             )  # fmt: skip
 
 

@@ -39,6 +39,26 @@ def linear_silu_mul(
     True
     """
     op = "linear_silu_mul"
+    if not (
+        check.alike(x, weight)
+        and x.dtype in check.FLOATS
+        and weight.dim() == 2
+        and x.dim()
+        and x.shape[-1] == weight.shape[1]
+        and weight.shape[0] % 2 == 0
+        and (bias is None or (check.alike(x, bias) and bias.shape == weight.shape[:1]))
+    ):
+        _check(op, x, weight, bias)
+    check.choice(op, "activation", activation, ACTIVATIONS)
+    backend = ROOM.resolve(x.device, backend)
+    check.served(op, "x", x.dtype, backend)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        h = linear(x, weight, bias, backend=backend)
+        return silu_mul(h, activation=activation, backend="cpu" if backend == "cpu" else "triton")
+    return _linear_silu_mul(x, weight, bias, activation == "gelu_tanh", backend)
+
+
+def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check.tensor(op, "x", x, check.FLOATS)
     check.tensor(op, "weight", weight, ndim=2)
     check.same_dtype(op, "weight", weight, "x", x)
@@ -52,13 +72,6 @@ def linear_silu_mul(
         check.same_dtype(op, "bias", bias, "x", x)
         check.shape(op, "bias", bias, weight.shape[:1])
     check.same_device(op, x=x, weight=weight, bias=bias)
-    check.choice(op, "activation", activation, ACTIVATIONS)
-    backend = ROOM.resolve(x.device, backend)
-    check.served(op, "x", x.dtype, backend)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        h = linear(x, weight, bias, backend=backend)
-        return silu_mul(h, activation=activation, backend="cpu" if backend == "cpu" else "triton")
-    return _linear_silu_mul(x, weight, bias, activation == "gelu_tanh", backend)
 
 
 def _fwd(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, backend: str) -> Tensor:

@@ -28,6 +28,7 @@ class PagedBatch:
     state_slots         (B,) int32: each sequence's slot in them; -1: none (padding)
     windowed            slot_mapping and block_table of layers with a window, where those have pages of their own. Pages
                         that no query's window reaches back to may be any
+    singles             the first so many sequences have one token each in this step; no effect on bits
     """
 
     k_caches: Sequence[Tensor | None]
@@ -40,6 +41,7 @@ class PagedBatch:
     states: Sequence[Sequence[Tensor] | None] = ()
     state_slots: Tensor | None = None
     windowed: tuple[Tensor, Tensor] | None = None
+    singles: int = 0
 
     def places(self, window: int | None) -> tuple[Tensor, Tensor]:
         """slot_mapping and block_table of a layer with this window."""
@@ -59,6 +61,8 @@ class PagedBatch:
             raise ValueError(f"PagedBatch: got {found}, expected B, B and B + 1")
         if offsets[0] != 0 or offsets[-1] != len(slots):
             raise ValueError(f"PagedBatch: cu_seqlens_q: got {offsets}, expected from 0 to the {len(slots)} tokens")
+        if not 0 <= self.singles < len(offsets):
+            raise ValueError(f"PagedBatch: singles: got {self.singles}, expected 0 to {len(table)}, the sequences")
         for b, (pages_of, keys) in enumerate(zip(table, context)):
             queries = offsets[b + 1] - offsets[b]
             most = min(self.max_seqlen_q, keys)
@@ -66,6 +70,8 @@ class PagedBatch:
                 raise ValueError(
                     f"PagedBatch: cu_seqlens_q: got {queries} tokens of sequence {b}, expected 0 to {most}"
                 )
+            if b < self.singles and queries != 1:
+                raise ValueError(f"PagedBatch: singles: got {self.singles}, but sequence {b} has {queries} tokens")
             if keys > len(pages_of) * size:
                 place = f"{len(pages_of)} pages of {size}"
                 raise ValueError(f"PagedBatch: context_lens: got {keys} for sequence {b}, expected at most {place}")

@@ -121,12 +121,12 @@ def _delta_forward(form: Form, doubled: bool) -> Callable:
         decay, ulysses = (self.A_log, self.dt_bias), layout.ulysses
         if ulysses is not None:
             qkv, b, a, weight, bias, decay = _to_heads(self, ulysses, qkv, b, a, weight, bias)
-        slots, step, longest = _remembered(self, layout, one_cache(cache, cache_params), x)
+        slots, step, longest, singles = _remembered(self, layout, one_cache(cache, cache_params), x)
         if slots is None:
             qkv = vx.causal_conv(qkv, weight, bias, cu_seqlens=layout.cu_q, activation=self.activation)
         else:
             state, taps, *opened = slots
-            qkv = vx.causal_conv_paged(qkv, weight, bias, taps, *step, activation=self.activation)
+            qkv = vx.causal_conv_paged(qkv, weight, bias, taps, *step, activation=self.activation, singles=singles)
         share = 1 if ulysses is None else ulysses.size
         q, k, v = qkv.split([dim // share for dim in (self.key_dim, self.key_dim, self.value_dim)], -1)
         q, k = (t.unflatten(1, (-1, self.head_k_dim)) for t in (q, k))
@@ -137,7 +137,7 @@ def _delta_forward(form: Form, doubled: bool) -> Callable:
         if slots is None:
             out = vx.gated_delta_varlen(q, k, v, g, beta, layout.cu_q)
         else:
-            out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, *step, longest)
+            out = vx.gated_delta_paged(q, k, v, g, beta, state, *opened, *step, longest, singles=singles)
         if ulysses is not None:
             out = ulysses.to_rows(self.num_k_heads, self.num_v_heads, out)
         out = self._modules[form.out](self._modules[form.norm](out, z).flatten(1))
@@ -171,17 +171,17 @@ def _to_heads(module: nn.Module, ulysses: Ulysses, qkv: Tensor, b: Tensor, a: Te
 
 def _remembered(module: nn.Module, layout: Layout, cache, x: Tensor):
     """The tensors of the slots that a call goes on from; slots, lengths and offsets of its sequences; the most rows of
-    one. None, None, None: its sequences begin and end with it."""
+    one; how many have one row and come first. None for the slots: its sequences begin and end with it."""
     paged = layout.paged
     if paged is not None:
         step = paged.state_slots, paged.context_lens, paged.cu_seqlens_q
-        return paged.states[next(layout.turns)], step, paged.max_seqlen_q
+        return paged.states[next(layout.turns)], step, paged.max_seqlen_q, paged.singles
     if cache is None:
-        return None, None, None
+        return None, None, None, 0
     lengths = (layout.cu_q if layout.cu_k is None else layout.cu_k).diff()
     slots = torch.arange(len(lengths), dtype=torch.int32, device=x.device)
     kept = _cached(module, cache, len(lengths), x)
-    return kept, (slots, lengths, layout.cu_q), layout.max_q
+    return kept, (slots, lengths, layout.cu_q), layout.max_q, 0
 
 
 def _cached(module: nn.Module, cache, batch: int, x: Tensor) -> list[Tensor]:

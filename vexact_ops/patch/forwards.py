@@ -216,7 +216,9 @@ _READ = frozenset(inspect.signature(base_forward).parameters)
 
 
 def scaled(patch, hidden: Tensor) -> Tensor:
-    return hidden if patch.scale == 1 else hidden / patch.scale  # exact: a power of two
+    """What the output layer reads: hidden states divided by what the logits are to be divided by. Of a power of two
+    that is the same; of any other number it is rounded to their dtype, where logits stay fp32. MiniCPM3 does so too."""
+    return hidden if patch.scale == 1 else hidden / patch.scale
 
 
 def noted_call(patch, input_ids: Tensor | None, out):

@@ -466,7 +466,7 @@ def hf(
 
     No list says which families are covered: each piece is tried against the op that would replace it, and the patched
     model runs once on fake tensors to see that nothing else reduces. Those that were seen to be covered, tiny and
-    random, are vexact_ops.patch.COVERED (Granite where its logits are scaled by a power of two); VeOmni's generated
+    random, are vexact_ops.patch.COVERED; VeOmni's generated
     classes of these families are covered like their originals (veomni.py). Latent keys and values are expanded before
     attention, in a paged cache too. A load balancing loss is refused.
 

@@ -193,10 +193,13 @@ def _router(module: nn.Module, forwards: Callable, kept: bool, form: Form) -> tu
     weight, x = random(experts, hidden, seed=1) * 2 / hidden**0.5, random(_TOKENS, hidden, seed=2)
     bias = random(experts, seed=3) / 3 if form.bias is not None else None
     added = random(experts, seed=4) if form.added else None
-    weights, ids = _try(module, form, x, weight, bias, added)
-    logits = x @ weight.t() if added is None else x @ weight.t() + added
-    for options in _options(module, ids.shape[1]):
-        if _same(weights, ids, logits, options, bias):
+    tries = [(x, weight, bias, added)]
+    if None not in (groups := _groups(module)) and 1 < groups[0] <= experts // 2:
+        tries.append(_against_groups(experts, hidden, groups[0], bias, added))
+    found = [_try(module, form, *tried) for tried in tries]
+    logits = [x @ weight.t() + (0 if added is None else added) for x, weight, _, added in tries]
+    for options in _options(module, found[0][1].shape[1]):
+        if all(_same(*got, at, options, tried[2]) for got, at, tried in zip(found, logits, tries)):
             break
     else:
         raise NotCovered("a router whose scores or choice no aligned op computes")
@@ -299,13 +302,33 @@ def _try(
     return got[1], got[2]
 
 
-def _options(module: nn.Module, top_k: int):
-    def of(*names):
-        owners = (module, getattr(module, "config", None))
-        return next((getattr(o, name) for o in owners for name in names if getattr(o, name, None) is not None), None)
+def _of(module: nn.Module, *names: str):
+    owners = (module, getattr(module, "config", None))
+    return next((getattr(o, name) for o in owners for name in names if getattr(o, name, None) is not None), None)
 
-    groups = of("num_group", "n_group"), of("topk_group")
-    scales = dict.fromkeys((1.0, float(of("routed_scaling_factor", "router_scaling_factor") or 1.0)))
+
+def _groups(module: nn.Module) -> tuple[int | None, int | None]:
+    """Into how many groups its experts fall, and of how many of these it chooses, if it reads that."""
+    return _of(module, "num_group", "n_group"), _of(module, "topk_group")
+
+
+def _against_groups(experts: int, hidden: int, groups: int, bias: Tensor | None, added: Tensor | None) -> tuple:
+    """A trial whose likeliest expert is in the least likely group: where most groups are kept, it is seldom so."""
+    count = min(hidden, 8)
+    logits = 0.5 + random(count, experts, seed=5).sigmoid()
+    for token, expert in enumerate(range(0, experts, -(-experts // count))):
+        first = expert // (experts // groups) * (experts // groups)
+        logits[token, first : first + experts // groups] -= 4
+        logits[token, expert] = 3
+    weight = torch.zeros(experts, hidden, dtype=logits.dtype)
+    weight[:, :count] = logits.t()
+    x = torch.eye(hidden, dtype=logits.dtype)[:count]
+    return x, weight, *(None if t is None else torch.zeros_like(t) for t in (bias, added))
+
+
+def _options(module: nn.Module, top_k: int):
+    groups = _groups(module)
+    scales = dict.fromkeys((1.0, float(_of(module, "routed_scaling_factor", "router_scaling_factor") or 1.0)))
     kinds = [(None, None)] if None in groups else [(None, None), groups]
     for score, normalize, (count, kept), scale in itertools.product(SCORES, (True, False), kinds, scales):
         yield {

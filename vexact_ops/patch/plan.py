@@ -4,7 +4,9 @@ A patch (state.py) is what the answers are written to.
 """
 
 import functools
+import inspect
 import itertools
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -232,13 +234,14 @@ def check_runs(patch: "Patch") -> None:
         _refuse_operations(patch, modules, path, f"runs {', '.join(sorted(operations))} outside the aligned ops")
     paths = {id(m): path for path, m in modules.items()}
     patch.attended = tuple(memory for _, _, memory in runs[0]) if runs else ()
+    windows = any(_masks_windows(module) for module in (patch.base, *around_attention(patch)))
     for place, (module, asked, memory) in itertools.chain.from_iterable(map(enumerate, runs)):
         if not isinstance(memory, Pages):
             continue
         path = paths[id(module)]
         given = {**asked, "dropout": None} if path in refused else asked
         config = patch.base.config.get_text_config()
-        for reason in _attention_problems(config, module, place, memory.window, given):
+        for reason in _attention_problems(config, module, place, memory.window, given, windows):
             patch.refuse(path, modules[path], reason)
 
 
@@ -299,9 +302,21 @@ def _small_call(model: nn.Module, ids: Tensor, patch: "Patch"):
     return out
 
 
-def _attention_problems(config, module: nn.Module, place: int, window: int | None, kwargs: dict) -> Iterator[str]:
+def _masks_windows(module: nn.Module) -> bool:
+    """Whether its class makes masks that have windows."""
+    codes = [inspect.unwrap(pieces.class_of(module).forward).__code__]
+    for code in codes:  # some make each kind of mask in a lambda
+        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+    names = {name for code in codes for name in code.co_names}
+    return any(name.startswith("create_") and ("sliding" in name or "masks_for" in name) for name in names)
+
+
+def _attention_problems(
+    config, module: nn.Module, place: int, window: int | None, kwargs: dict, windows: bool
+) -> Iterator[str]:
     """What an attention module asks for beyond what our attention does, or asks for in its mask alone: the masks, which
-    are not built here, are made from the decoder's config, by the module's place among those that remember."""
+    are not built here, are made from the decoder's config, by the module's place among those that remember, and have
+    windows in some classes alone (`windows`)."""
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
     if unknown:
         yield f"it asks attention for {', '.join(unknown)}"
@@ -313,7 +328,12 @@ def _attention_problems(config, module: nn.Module, place: int, window: int | Non
         yield f"its layer type is {kind!r}"
         return  # whose mask is another
     masked = getattr(config, "sliding_window", None) if kind != "full_attention" else None
-    if masked != window:
+    if window is not None and masked == window and not windows:
+        yield (
+            f"it asks attention for a window of {window}, but its mask has none: without the patch it would have the "
+            "window with some implementations of attention alone: set sliding_window of the config to None"
+        )
+    elif masked != window:
         yield (
             f"its mask has a window of {masked}, but it asks attention for {window}: sliding_window and layer_types of "
             "the config say what masks and caches of transformers have: set them to what its attention asks for"

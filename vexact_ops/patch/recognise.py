@@ -4,7 +4,6 @@ Each piece is `recognise(module, facts) -> Replace | Keep | None`, and raises No
 and is not. Facts are what is known of the model before; plan.py writes the answers down.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -233,7 +232,9 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
         def forward(self, *args, **kwargs):
             return Output(last_hidden_state=hidden)
 
+    softcap = getattr(config, "final_logit_softcapping", None)
     hidden, head = 3 * pieces.random(2, 4, 8, seed=1), pieces.small_linear(8, 11, seed=2)
+    hidden = hidden * (softcap or 1)  # where any cap shows
     tried = pieces.twin(model, {base_name: Hidden(), head_name: head})
     try:
         got = pieces.run_stock(tried, input_ids=torch.zeros(2, 4, dtype=torch.int64))
@@ -246,7 +247,6 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
             f"it is more than a decoder and an output layer: its forward reads {missing!r} of its {of}"
         ) from reason.__cause__
     scales = dict.fromkeys((float(getattr(config, "logits_scaling", None) or 1.0), *_factors(config)))
-    softcap = getattr(config, "final_logit_softcapping", None)
 
     def logits(scale: float) -> Tensor:
         expected = hidden @ head.weight.detach().t() / scale
@@ -254,13 +254,15 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
 
     scale = next((scale for scale in scales if pieces.agree(got.logits, logits(scale))), None)
     if scale is None:
+        if pieces.agree(got.logits, hidden @ head.weight.detach().t()):
+            named = {"logits_scaling": getattr(config, "logits_scaling", None), "final_logit_softcapping": softcap}
+            unread = " and ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+            raise NotCovered(f"its config has {unread}, which its class does not read: take that out")
         expected = logits(next(iter(scales)))
         factor = float((got.logits / expected).median())
         if pieces.agree(got.logits, expected * factor):
             raise NotCovered(f"it multiplies the logits by {factor:.6g}, which its config does not name")
         raise NotCovered("it does something to the logits that no aligned op computes")
-    if math.frexp(scale)[0] != 0.5:
-        raise NotCovered(f"it divides the logits by {scale}: only powers of two are exact in the hidden states")
     if not slots.has_loss_slot(model):
         return forwards.wrapped_causal_forward(), scale, softcap
     if scale != 1 or softcap is not None:
@@ -293,7 +295,7 @@ def _check_classifier(facts: Facts) -> None:
 
 def _factors(config) -> list[float]:
     """By what logits may be divided, of those numbers of a configuration that multiply them."""
-    found = (getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
+    found = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"))
     return [1 / value for value in found if isinstance(value, int | float) and value > 0]
 
 

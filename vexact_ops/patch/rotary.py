@@ -78,11 +78,12 @@ def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, st
     return forward, "; ".join(dict.fromkeys([layout] * bool(layout) + notes)), found, layout
 
 
-def _thetas(module: nn.Module) -> str:
-    """What its config has for rope_theta."""
+def _numbers(module: nn.Module) -> str:
+    """What its config has for rope_theta, and the factor of a scaling."""
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    return ", ".join(str(part["rope_theta"]) for part in each if "rope_theta" in part)
+    found = {name: [str(part[name]) for part in each if name in part] for name in ("rope_theta", "factor")}
+    return ", ".join(f"{name} is {', '.join(values)}" for name, values in found.items() if values)
 
 
 def _widths(module: nn.Module) -> str:
@@ -172,9 +173,9 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
         }
         buffers |= {key: value.cpu() for key, value in put.items()}
         if (given := buffers[name]) is not None and not given.isfinite().all():
-            theta = _thetas(module)
+            numbers = _numbers(module)
             raise NotCovered(
-                f"its {name} has {given[~given.isfinite()][0].item()}" + (f": rope_theta is {theta}" if theta else "")
+                f"its {name} has {given[~given.isfinite()][0].item()}" + (f": {numbers}" if numbers else "")
             )
         if given is not None and not given.numel():
             raise NotCovered(f"it rotates nothing: {_widths(module)}: a rotation takes two numbers of a head at least")
@@ -183,7 +184,7 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
         if has_longrope(module):  # its own forward would put others there
             tried.__dict__["rope_type"] = _without_longrope(module)
         if several:
-            axes = _axes_of(tried, name)
+            axes = _axes_of(tried, name, _scaling(module, prefix))
         for dtype in (torch.float32, torch.bfloat16):
             args = [torch.zeros(1, 5, 4, dtype=dtype), positions, *([prefix.removesuffix("_")] if prefix else [])]
             got = run_stock(tried, *args)
@@ -209,14 +210,15 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
 _PLACES = torch.tensor([[0, 1, 2, 7, 300], [5, 3, 9, 11, 200], [2, 8, 4, 100, 50]], dtype=torch.int64)
 
 
-def _axes_of(tried: nn.Module, name: str) -> tuple[int, ...]:
-    """Which axis each frequency turns with, of a module whose frequencies may all be the same one."""
+def _axes_of(tried: nn.Module, name: str, scaling: float) -> tuple[int, ...]:
+    """Which axis each frequency turns with, of a module whose frequencies may all be the same one. Its tables are
+    multiplied by `scaling` (of YaRN)."""
     count = len(tried._buffers[name])
     same = torch.full((count,), 2**-6, dtype=torch.float32)
     other = twin(tried)
     other.__dict__["_buffers"] = {**tried._buffers, name: same}
     sin = run_stock(other, torch.zeros(1, 5, 4, dtype=torch.float32), _PLACES[:, None])[1][0, :, :count]
-    alone = [rope_cos_sin_ref(axis, same)[1][:, :1] for axis in _PLACES]
+    alone = [rope_cos_sin_ref(axis, same, scaling=scaling)[1][:, :1] for axis in _PLACES]
     near = torch.stack([((sin - one).abs() < 1e-4).all(0) for one in alone])
     if sin.shape != (5, count) or not bool((near.sum(0) == 1).all()):
         raise NotCovered("a rotary embedding whose frequencies turn with none of three axes")

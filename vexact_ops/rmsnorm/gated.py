@@ -29,6 +29,22 @@ def rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *,
     True
     """
     op = "rmsnorm_gated"
+    if not (
+        check.alike(x, gate, weight)
+        and x.dtype in check.FLOATS
+        and weight.dim() == 1
+        and x.dim()
+        and x.shape[-1] == weight.shape[0] > 0
+        and gate.shape == x.shape
+    ):
+        _check(op, x, gate, weight)
+    check.number(op, "eps", eps, at_least=0.0)
+    backend = ROOM.resolve(x.device, backend)
+    check.served(op, "x", x.dtype, backend)
+    return check.shaped(_rmsnorm_gated(check.rows(x), _rows(gate), weight, eps, backend)[0], x)
+
+
+def _check(op: str, x: Tensor, gate: Tensor, weight: Tensor) -> None:
     check.tensor(op, "x", x, check.FLOATS)
     check.tensor(op, "gate", gate)
     check.tensor(op, "weight", weight, ndim=1)
@@ -39,10 +55,6 @@ def rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, *,
     check.shape(op, "gate", gate, x.shape)
     check.shape(op, "weight", weight, x.shape[-1:])
     check.same_device(op, x=x, gate=gate, weight=weight)
-    check.number(op, "eps", eps, at_least=0.0)
-    backend = ROOM.resolve(x.device, backend)
-    check.served(op, "x", x.dtype, backend)
-    return _rmsnorm_gated(check.rows(x), _rows(gate), weight, eps, backend)[0].view(x.shape)
 
 
 def _rows(gate: Tensor) -> Tensor:
@@ -53,8 +65,7 @@ def _rows(gate: Tensor) -> Tensor:
 
 
 def _fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, backend: str):
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    y, rstd = x.new_empty(*x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
     ROOM.module(backend).rmsnorm_gated_fwd(x, gate, weight.contiguous(), eps, y, rstd)
     return y, rstd
 

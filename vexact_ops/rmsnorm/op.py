@@ -60,6 +60,25 @@ def rmsnorm(
     >>> vx.same_bits(added, x + residual), vx.same_bits(y, vx.rmsnorm(added, weight))
     (True, True)
     """
+    if not (
+        check.alike(x, weight)
+        and x.dtype in check.FLOATS
+        and weight.dim() == 1
+        and x.dim()
+        and x.shape[-1] == weight.shape[0] > 0
+        and (residual is None or (check.alike(x, residual) and residual.shape == x.shape))
+    ):
+        _check(x, weight, residual)
+    check.number("rmsnorm", "eps", eps, at_least=0.0)
+    check.choice("rmsnorm", "style", style, STYLES)
+    backend = ROOM.resolve(x.device, backend)
+    check.served("rmsnorm", "x", x.dtype, backend)
+    flat_residual = None if residual is None else check.rows(residual)
+    y, new_residual, _ = _rmsnorm(check.rows(x), weight, flat_residual, eps, style == "gemma", backend)
+    return check.shaped(y, x) if residual is None else (check.shaped(y, x), check.shaped(new_residual, x))
+
+
+def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     check.tensor("rmsnorm", "x", x, check.FLOATS)
     check.tensor("rmsnorm", "weight", weight, ndim=1)
     check.same_dtype("rmsnorm", "weight", weight, "x", x)
@@ -71,13 +90,6 @@ def rmsnorm(
         check.tensor("rmsnorm", "residual", residual)
         check.same_dtype("rmsnorm", "residual", residual, "x", x)
         check.shape("rmsnorm", "residual", residual, x.shape)
-    check.number("rmsnorm", "eps", eps, at_least=0.0)
-    check.choice("rmsnorm", "style", style, STYLES)
-    backend = ROOM.resolve(x.device, backend)
-    check.served("rmsnorm", "x", x.dtype, backend)
-    flat_residual = None if residual is None else check.rows(residual)
-    y, new_residual, _ = _rmsnorm(check.rows(x), weight, flat_residual, eps, style == "gemma", backend)
-    return y.view(x.shape) if residual is None else (y.view(x.shape), new_residual.view(x.shape))
 
 
 def _fwd(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, gemma: bool, backend: str):

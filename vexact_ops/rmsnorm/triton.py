@@ -16,7 +16,7 @@ from .._core import digest, gpu
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
 from .._core.proof.inputs import SMALL, special_rows, tricky
 from .._core.triton import OPTIONS, begin_beside, cdiv, chunk, early, on, sum_rows, tree_sum
-from ..silu_mul.triton import gate_slope, sigmoid
+from ..silu_mul.triton import gate_slope, sigmoid, silu
 from . import triton_backward
 from .triton_backward import tile_of
 
@@ -24,6 +24,7 @@ WIDEST = 16384
 TWO = "dx, then dweight"
 ONE = {f"in one pass, {rows} rows": rows for rows in (64, 16)}  # rows whose products a program sums
 NARROW = 256  # of so many elements a program sums 64 in one step or a few
+WALKED = 1 << 23  # elements of rmsnorm_gated's x from which on a program walks its rows
 TIMED = 1 << 24  # elements of x where they are raced: a batch's
 
 
@@ -55,6 +56,20 @@ def _weight(weight, start, GEMMA: tl.constexpr, N: tl.constexpr, BLOCK: tl.const
     return w
 
 
+@triton.jit
+def _mean(total, N: tl.constexpr):
+    if N & (N - 1) == 0:  # times the reciprocal, which is exact: the same bits
+        mean = total * (1.0 / N)
+    else:
+        mean = tl.div_rn(total, float(N))
+    return mean
+
+
+@triton.jit
+def _scale(lanes, eps, N: tl.constexpr):
+    return tl.div_rn(1.0, tl.sqrt_rn(_mean(tree_sum(lanes), N) + eps))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _fwd_kernel(
     x, weight, residual, y, new_residual, rstd, rows, x_stride, residual_stride, eps,
@@ -73,7 +88,7 @@ def _fwd_kernel(
             h = h.to(x.dtype.element_ty).to(tl.float32)
             _store(new_residual, h, row, start, live, N, BLOCK)
         lanes += h * h  # order: blocks of columns are added lane by lane, ascending; the lanes in a tree
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(lanes), float(N)) + eps))
+    scale = _scale(lanes, eps, N)
     tl.store(rstd + row[:, None], scale, mask=live)
     for start in tl.static_range(0, N, BLOCK):
         if N > BLOCK:
@@ -101,7 +116,7 @@ def _dx_kernel(
         g = _load(dy, row, N, start, live, N, BLOCK) * _weight(weight, start, GEMMA, N, BLOCK)
         normed = _load(x, row, N, start, live, N, BLOCK) * scale
         lanes = tl.fma(g, normed, lanes)  # order: blocks of columns lane by lane, ascending; the lanes in a tree
-    mean = tl.div_rn(tree_sum(lanes), float(N))
+    mean = _mean(tree_sum(lanes), N)
     for start in tl.static_range(0, N, BLOCK):
         if N > BLOCK:
             g = _load(dy, row, N, start, live, N, BLOCK) * _weight(weight, start, GEMMA, N, BLOCK)
@@ -130,9 +145,8 @@ def _dweight_kernel(
 
 def rmsnorm_fwd(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, gemma: bool):
     rows, n = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    new_residual = torch.empty(x.shape if residual is not None else 0, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    y, rstd = x.new_empty(rows, n), x.new_empty(rows, dtype=torch.float32)
+    new_residual = x.new_empty(0) if residual is None else x.new_empty(rows, n)
     tile = _tile(n)
     if rows:
         with on(x):
@@ -176,9 +190,9 @@ def _dx_then_dweight(dy: Tensor, dnew_residual: Tensor | None, x: Tensor, weight
 
 
 @triton.jit
-def _silu(g):
-    s, _ = sigmoid(g, False)
-    return g * s
+def _gated(h, g, w, scale, ROUNDED: tl.constexpr):
+    normed = (h * scale).to(ROUNDED).to(tl.float32) * w
+    return normed.to(ROUNDED).to(tl.float32) * silu(g)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -198,15 +212,42 @@ def _gated_fwd_kernel(
     if N <= BLOCK:  # on its way while the squares are summed: behind the sum's barriers it would be waited for again
         g = _load(gate, gate_row, 1, 0, live, N, BLOCK)
         w = _weight(weight, 0, False, N, BLOCK)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tree_sum(lanes), float(N)) + eps))
+    scale = _scale(lanes, eps, N)
     tl.store(rstd + row[:, None], scale, mask=live)
     for start in tl.static_range(0, N, BLOCK):
         if N > BLOCK:
             h = _load(x, row, x_stride, start, live, N, BLOCK)
             g = _load(gate, gate_row, 1, start, live, N, BLOCK)
             w = _weight(weight, start, False, N, BLOCK)
-        normed = (h * scale).to(x.dtype.element_ty).to(tl.float32) * w
-        _store(y, normed.to(x.dtype.element_ty).to(tl.float32) * _silu(g), row, start, live, N, BLOCK)
+        _store(y, _gated(h, g, w, scale, x.dtype.element_ty), row, start, live, N, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_walk_kernel(
+    x, gate, weight, y, rstd, rows, x_stride, gate_stride, eps,
+    HEADS: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """_gated_fwd_kernel where there are many rows: a program takes BLOCKS blocks of them, one after another, and asks
+    for the next one before it is needed."""
+    row = tl.program_id(0).to(tl.int64) * (ROWS * BLOCKS) + tl.arange(0, ROWS)
+    limit = tl.minimum((tl.program_id(0).to(tl.int64) + 1) * (ROWS * BLOCKS), rows)
+    column = tl.arange(0, BLOCK)[None, :]
+    live, there = (row < limit)[:, None], column < N
+    held = tl.load(x + row[:, None] * x_stride + column, mask=live & there, other=0.0)
+    gate_row = row // HEADS * gate_stride + row % HEADS * N
+    gates = tl.load(gate + gate_row[:, None] + column, mask=live & there, other=0.0)
+    w = _weight(weight, 0, False, N, BLOCK)
+    for _ in range(BLOCKS):
+        following = row + ROWS
+        next_live = (following < limit)[:, None]
+        next_held = tl.load(x + following[:, None] * x_stride + column, mask=next_live & there, other=0.0)
+        gate_row = following // HEADS * gate_stride + following % HEADS * N
+        next_gates = tl.load(gate + gate_row[:, None] + column, mask=next_live & there, other=0.0)
+        h = held.to(tl.float32)
+        scale = _scale(tl.zeros([ROWS, BLOCK], tl.float32) + h * h, eps, N)  # order: _gated_fwd_kernel's
+        tl.store(rstd + row[:, None], scale, mask=live)
+        _store(y, _gated(h, gates.to(tl.float32), w, scale, x.dtype.element_ty), row, 0, live, N, BLOCK)
+        row, live, held, gates = following, next_live, next_held, next_gates
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -218,10 +259,10 @@ def _gated_bwd_kernel(
     scale = tl.load(rstd + row[:, None], mask=live, other=0.0)
     lanes = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.static_range(0, N, BLOCK):
-        d = _load(dy, row, N, start, live, N, BLOCK) * _silu(_load(gate, row, N, start, live, N, BLOCK))
+        d = _load(dy, row, N, start, live, N, BLOCK) * silu(_load(gate, row, N, start, live, N, BLOCK))
         d = d * _weight(weight, start, False, N, BLOCK)
         lanes = tl.fma(d, _load(x, row, N, start, live, N, BLOCK) * scale, lanes)  # order: as in _dx_kernel
-    mean = tl.div_rn(tree_sum(lanes), float(N))
+    mean = _mean(tree_sum(lanes), N)
     for start in tl.static_range(0, N, BLOCK):
         up, g = _load(dy, row, N, start, live, N, BLOCK), _load(gate, row, N, start, live, N, BLOCK)
         normed, w = _load(x, row, N, start, live, N, BLOCK) * scale, _weight(weight, start, False, N, BLOCK)
@@ -240,20 +281,30 @@ def _gated_dweight_kernel(dy, x, gate, rstd, parts, rows, N: tl.constexpr, ROWS:
     normed = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32)
     normed = normed * tl.load(rstd + row, mask=row < rows, other=0.0)
     normed = normed.to(x.dtype.element_ty).to(tl.float32)
-    g = _silu(tl.load(gate + row * N + column, mask=inside, other=0.0).to(tl.float32))
+    g = silu(tl.load(gate + row * N + column, mask=inside, other=0.0).to(tl.float32))
     d = tl.load(dy + row * N + column, mask=inside, other=0.0).to(tl.float32) * g
     tl.store(parts + part * N + column, tree_sum(d * normed), mask=column < N)  # order: sum_rows says the rest
 
 
+def _gated_tile(rows: int, n: int) -> dict:
+    """_tile, or one with BLOCKS, of few rows each: the order of a row's sum is the same, so it may look at the rows."""
+    columns = chunk(n, WIDEST)
+    if columns > 1024 or rows * columns < WALKED:
+        return _tile(n)
+    return {"ROWS": 1024 // columns, "BLOCKS": 8, "BLOCK": columns, "num_warps": 4, **OPTIONS}
+
+
 def rmsnorm_gated_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, y: Tensor, rstd: Tensor) -> None:
     rows, n = x.shape
-    tile = _tile(n)
-    if rows:
-        with on(x):
-            _gated_fwd_kernel[(cdiv(rows, tile["ROWS"]),)](
-                x, gate, weight, y, rstd, rows, x.stride(0), gate.stride(0), eps,
-                HEADS=gate.shape[1] // n, N=n, **tile, **early(x),
-            )  # fmt: skip
+    if rows == 0:
+        return
+    tile = {"HEADS": gate.shape[1] // n, "N": n, **_gated_tile(rows, n)}
+    args = x, gate, weight, y, rstd, rows, x.stride(0), gate.stride(0), eps
+    with on(x):
+        if "BLOCKS" in tile:
+            _gated_walk_kernel[(cdiv(rows, tile["ROWS"] * tile["BLOCKS"]),)](*args, **tile)
+        else:
+            _gated_fwd_kernel[(cdiv(rows, tile["ROWS"]),)](*args, **tile, **early(x))
 
 
 def rmsnorm_gated_bwd(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, rstd: Tensor):

@@ -108,6 +108,33 @@ def _check_norms(op: str, q: Tensor, q_weight: Tensor | None, k_weight: Tensor |
 
 
 def _check(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: str | None) -> str:
+    if not _fits(q, k, cos, sin):
+        _check_each(op, q, k, cos, sin)
+    backend = ROOM.resolve(q.device, backend)
+    check.served(op, "q", q.dtype, backend)
+    return backend
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether _check_each would find nothing, without its messages: the engine asks at every layer of every step."""
+    if not (check.alike(q, k) and check.alike(cos, sin) and q.dim() == k.dim() == 3 and cos.dim() == 2):
+        return False
+    (tokens, _, dim), (rows, rotary) = q.shape, cos.shape
+    return (
+        q.dtype in check.FLOATS
+        and cos.dtype in (q.dtype, torch.float32)
+        and cos.device == q.device
+        and k.shape[0] == rows == tokens
+        and k.shape[2] == dim
+        and cos.shape == sin.shape
+        and rotary % 2 == 0
+        and rotary <= dim
+        and q.stride(2) == k.stride(2) == cos.stride(1) == sin.stride(1) == 1
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
+def _check_each(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     for arg, value in (("q", q), ("k", k)):
         check.tensor(op, arg, value, check.FLOATS, ndim=3)
         check.contiguous_last(op, arg, value)
@@ -126,9 +153,6 @@ def _check(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backend: str
     check.shape(op, "sin", sin, (tokens, rotary))
     check.same_dtype(op, "sin", sin, "cos", cos)
     check.same_device(op, q=q, k=k, cos=cos, sin=sin)
-    backend = ROOM.resolve(q.device, backend)
-    check.served(op, "q", q.dtype, backend)
-    return backend
 
 
 def rope_cos_sin(

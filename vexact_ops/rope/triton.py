@@ -342,7 +342,7 @@ def rope_kv_store(
 ) -> Tensor:  # fmt: skip
     tokens, q_heads, dim = q.shape
     (_, k_heads, width), half = v.shape, cos.shape[1] // 2
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q_out = q.new_empty(*q.shape)
     pages, page_size = k_cache.shape[:2]
     tile, grid = _tile(tokens, q_heads, k_heads, half, 2)
     if tokens:

@@ -4,14 +4,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._core.triton import OPTIONS, begin, cdiv, chunk, early, exp_down, on, tree_sum
+from .._core.triton import INTERPRETED, OPTIONS, begin, cdiv, chunk, early, exp_down, exp_of_number, on, tree_sum
 
 SLOPE = tl.constexpr(1.5957691216)  # 2 sqrt(2 / pi): tanh(u / 2) = 2 sigmoid(u) - 1
 CUBIC = tl.constexpr(0.044715)
 THREE_CUBIC = tl.constexpr(0.13414499163627625)  # the fp32 product
-# 1 / d = FIRST d^2 - SECOND d + THIRD within 1 % from 1 to 2; the fp32 number behind -2, and 1 / 2 as that has it
-FIRST, SECOND, THIRD = tl.constexpr(32 / 99), tl.constexpr(144 / 99), tl.constexpr(210 / 99)
-LAST, HALF = tl.constexpr(-2 + 2**-23), tl.constexpr(0.5 + 2**-24)
+LEAST = tl.constexpr(0.5 + 2**-24)
+# Functions take these by default arguments: at every launch of a kernel Triton looks whether a global that is used
+# anywhere in it has changed, which costs the host about a microsecond for each of them.
 
 
 def _tile(x: Tensor, rows: int) -> dict:
@@ -24,29 +24,43 @@ def _tile(x: Tensor, rows: int) -> dict:
 
 
 @triton.jit
-def reciprocal(minus):
-    """1 / d, correctly rounded, of -d where d is from 1 to 2, or NaN. tl.div_rn has the same bits and a branch for each
-    element, so that none is begun before the one before it is done."""
-    y = tl.fma(tl.fma(minus, FIRST, SECOND), minus, THIRD)  # within 1 %; each step of Newton's squares that
-    for _ in tl.static_range(3):
-        y = tl.fma(tl.fma(minus, y, 1.0), y, y)
-    return tl.where(minus == LAST, HALF, y)  # of all d there are, the last step is wrong for the one before 2
+def reciprocal(d, LEAST: tl.constexpr = LEAST, INTERPRETED: tl.constexpr = INTERPRETED):
+    """1 / d, correctly rounded, of d from 1 to 2, or NaN. tl.div_rn has the same bits and a branch for each
+    element, so that none is begun before the one before it is done.
+
+    A step of Newton's from within a unit in the last place (what PTX guarantees of rcp.approx) rounds correctly but for
+    d just below 2 (Markstein, IBM Journal of Research and Development 34 (1990)), and there too from LEAST on, the
+    reciprocal of that; of all d from 1 to 2 this has been computed, from the nearest number and both next to it."""
+    if INTERPRETED:
+        y = tl.div_rn(1.0, d)
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], tl.float32, True, 1)
+    y = tl.maximum(y, LEAST)
+    return tl.fma(tl.fma(d * -1.0, y, 1.0), y, y)
 
 
 @triton.jit
-def sigmoid(g, GELU: tl.constexpr):
+def sigmoid(g, GELU: tl.constexpr, SLOPE: tl.constexpr = SLOPE, CUBIC: tl.constexpr = CUBIC):
     """sigmoid(z) and 1 - sigmoid(z), neither by cancellation; z is g, or gelu_tanh's argument twice."""
     z = g
     if GELU:
         z = (g * SLOPE) * tl.fma(g * g, CUBIC, 1.0)
     q = exp_down(tl.abs(z) * -1.0)
-    large = reciprocal(-1.0 - q)
+    large = reciprocal(1.0 + q)
     small = q * large
     return tl.where(z > 0.0, large, small), tl.where(z > 0.0, small, large)
 
 
 @triton.jit
-def gate_slope(g, s, rest, GELU: tl.constexpr):
+def silu(g):
+    """g sigmoid(g). Where g is NaN, so is the product, whatever the other factor is."""
+    q = exp_of_number(tl.abs(g) * -1.0)
+    large = reciprocal(1.0 + q)
+    return g * tl.where(g > 0.0, large, q * large)
+
+
+@triton.jit
+def gate_slope(g, s, rest, GELU: tl.constexpr, SLOPE: tl.constexpr = SLOPE, THREE_CUBIC: tl.constexpr = THREE_CUBIC):
     """d(g sigmoid(z)) / dg, from what sigmoid gave."""
     # beyond 1e4 the slope is exactly 0 or 1; the bound keeps infinity times zero out of it
     c = tl.where(g < 1e4, g, 1e4)
