@@ -77,6 +77,20 @@ class Reading:
 READ = Reading()
 
 
+class _ReadingOfLoop(Reading):
+    """One that the engine's thread has to be asked for."""
+
+    def __init__(self, loop: UpdateLoop, reading: Reading):
+        self._loop, self._reading = loop, reading
+
+    @property
+    def done(self) -> bool:
+        return self._loop.call(lambda: self._reading.done)
+
+    def wait(self) -> None:
+        self._loop.call(self._reading.wait)
+
+
 class WeightUpdate:
     """What Engine.begin_update returns. A context manager: an update that was not finished is given up at its end.
 
@@ -131,7 +145,8 @@ class WeightUpdate:
     def take(self, bucket: "m.Bucket") -> Reading:
         """`write` of what lies there, but that it may be reused once that is done. HandoverFailed where it is not what
         was sent."""
-        return self.do(lambda update: self._worker.take(update, bucket, staged=self._staged))
+        reading = self.do(lambda update: self._worker.take(update, bucket, staged=self._staged))
+        return reading if self._worker.takes_in_caller or reading is READ else _ReadingOfLoop(self._loop, reading)
 
     def do(self, take: Callable[[Update], T]) -> T:
         """`take`, by whatever function that writes of the worker's update."""

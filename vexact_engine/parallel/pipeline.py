@@ -90,6 +90,22 @@ class _Drafting(_Pending):
             self._pipeline.meanwhile = meanwhile
 
 
+class ReadingOfStages(Reading):
+    """Of a bucket, by all stages: done once the last has what it holds of it. In the engine's thread."""
+
+    def __init__(self, worker: "PipelineWorker", key: int, stages: Sequence[Member]):
+        self._worker, self._key, self._stages = worker, key, stages
+
+    @property
+    def done(self) -> bool:
+        return not self._worker.has(self._stages) or self._worker.heard(self._key)
+
+    def wait(self) -> None:
+        if not self._worker.has(self._stages):
+            raise StageDied(self._worker.dead or "a stage died, and the stages were made anew")
+        self._worker.await_answers(self._key)
+
+
 class PipelineWorker:
     """What core/loop.py's Worker is, for a model in stages. All but `fence` is called in the engine's thread.
 
@@ -375,9 +391,11 @@ class PipelineWorker:
             self._ask(lambda key, own=own: m.Open(key, own), among=stages)
 
     def take(self, update: UpdateOfStages, bucket, staged: bool) -> Reading:
-        """Each stage takes what it holds of a bucket in that memory."""
-        update.take(bucket)
-        return READ
+        """Each stage takes what it holds of a bucket in that memory. Into a copy, while steps run: all of it now."""
+        reading = update.take(bucket)
+        if staged:
+            reading.wait()
+        return READ if staged else reading
 
     def commit(self, update: UpdateOfStages, tear: Callable[[], None]) -> None:
         self._check_awake()
@@ -454,10 +472,13 @@ class PipelineWorker:
     ) -> list:
         end = time.monotonic() + (limits.ANSWER if seconds is None else seconds)
         answers = self._answers(self._asked(make, among), end, among)
+        self._refusals(answers)
+        return [answer.value for answer in answers]
+
+    def _refusals(self, answers: Sequence[m.Answer]) -> None:
         for answer in answers:
             if answer.failure is not None:
                 raise m.exception(answer.failure)
-        return [answer.value for answer in answers]
 
     def _asked(self, make: Callable[[int], m.ToStage], among: Sequence[Member] | None) -> int:
         key = next(self._keys)
@@ -472,12 +493,25 @@ class PipelineWorker:
             answers.append(stage.answers.pop(key))
         return answers
 
-    def take_bucket(self, bucket: Bucket) -> None:
+    def take_bucket(self, bucket: Bucket) -> "ReadingOfStages":
         apart = [stages[0] for stages in self._placement.apart(self._stages)]
         if apart:
             payload = self._here.bytes(bucket)
             self._ask(lambda key: m.Fill(key, bucket.buffer, payload), among=apart)
-        self._ask(lambda key: m.Take(key, bucket))
+        return ReadingOfStages(self, self._asked(lambda key: m.Take(key, bucket), None), self._stages)
+
+    def has(self, stages: Sequence[Member]) -> bool:
+        """Whether they live, and none has taken their place."""
+        return stages is self._stages and not self.dead
+
+    def heard(self, key: int) -> bool:
+        """Whether all stages have answered, or have died; what they say meanwhile is heard."""
+        self.listen(0.0)
+        return bool(self.dead) or all(key in stage.answers for stage in self._stages)
+
+    def await_answers(self, key: int) -> None:
+        """Until they have; raises what the first that refuses raises."""
+        self._refusals(self._answers(key, time.monotonic() + limits.ANSWER, None))
 
     def whole(self) -> None:
         """All has been written: these are the weights, whatever was lost before."""
@@ -494,7 +528,7 @@ class PipelineWorker:
         buffers = self._buffers_of(bucket_bytes(((t.shape, t.dtype) for t in tensors), _BUCKET))
         self.open(buffers.offer())
         for space, _, parts in packed(pairs, itertools.repeat(buffers.space(0))):
-            self.take_bucket(Bucket(space.number, parts))
+            self.take_bucket(Bucket(space.number, parts)).wait()
 
     def _buffers_of(self, size: int) -> Buckets:
         """One bucket, kept for the next update."""

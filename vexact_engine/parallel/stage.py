@@ -29,6 +29,7 @@ from ..core.step import Step
 from ..errors import HandoverFailed
 from ..handover.buffers import HOST, Buckets, Memories
 from ..handover.messages import Bucket, Offer, dtype_of
+from ..handover.session import Reading
 from ..handover.threads import half_the_threads
 from ..runner.sleep import memory_of
 from ..weights.cut import cut, shapes
@@ -47,10 +48,12 @@ from .store import BoardStore
 from .wire import Caller, Purpose, call
 
 _LOOK = 1.0  # seconds between two looks at who the parent is
+_OF_WEIGHTS = HandoverFailed, ValueError, TypeError  # what is wrong with them: the stage goes on
 
 
 class Stage:
-    """All that the process has. `serve` is its main thread; one reads what comes, and one reports what was drawn."""
+    """All that the process has. `serve` is its main thread; one reads what comes, and one reports what the device
+    has done."""
 
     def __init__(self, ours: socket.socket, store: dist.Store | None = None, line: Line | None = None):
         self._socket, self._frames, self._lock, self._store = ours, Frames(ours), threading.Lock(), store
@@ -93,11 +96,11 @@ class Stage:
             else:
                 scene = None if message.scene is None else scene_from(message.scene, self.runner.images.merge)
                 launched = self.runner.launch(step, scene, message.image_epoch)
-            self._pending.put((step.number, message.drafts, launched))
+            self._pending.put((launched, lambda sampled: self._drawn(step.number, message.drafts, sampled)))
         elif isinstance(message, m.Open):
             self._answer(message.key, lambda: self._open(message.offer))
         elif isinstance(message, m.Take):
-            self._answer(message.key, lambda: self._take(message.bucket))
+            self._take(message.key, message.bucket)
         elif isinstance(message, m.Fill):
             self._answer(message.key, lambda: self._fill(message.buffer, message.payload))
         elif isinstance(message, m.Do):
@@ -107,9 +110,12 @@ class Stage:
         """What is wrong with weights is said, and the stage goes on."""
         try:
             answer = m.Answer(key, function())
-        except (HandoverFailed, ValueError, TypeError) as error:
-            answer = m.Answer(key, failure=m.Failure(type(error).__name__, f"{error} ({self.name})"))
+        except _OF_WEIGHTS as error:
+            answer = self._refusal(key, error)
         self.send(answer)
+
+    def _refusal(self, key: int, error: Exception) -> m.Answer:
+        return m.Answer(key, failure=m.Failure(type(error).__name__, f"{error} ({self.name})"))
 
     def _make(self, a: m.Make, stack: contextlib.ExitStack) -> None:
         from ..runner.beside import runner_beside
@@ -176,15 +182,19 @@ class Stage:
         self.send(m.Ready(facts))
 
     def _report(self) -> None:
+        """What the device has been given is said once it is done, in the order that it was given."""
         while True:
-            number, drafts, pending = self._pending.get()
+            pending, say = self._pending.get()
             try:
-                sampled = pending.wait()
+                found = pending.wait()
             except BaseException as error:
                 why = self.runner.ranks.why()
                 self._fail(RuntimeError(f"{why} ({error})") if why else error)
-            if self.last:
-                self.send(m.Drawn(number, sampled, drafts))
+            say(found)
+
+    def _drawn(self, number: int, drafts: bool, sampled: Any) -> None:
+        if self.last:
+            self.send(m.Drawn(number, sampled, drafts))
 
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(OSError):
@@ -206,12 +216,21 @@ class Stage:
         self._memories = self._memories or Memories(self.device)
         self._memories.open(offer)
 
-    def _take(self, bucket: Bucket) -> None:
-        """What this stage holds of it."""
-        with half_the_threads():
-            pairs = self._memories.values(bucket)
-            self._update.write(pair for pair in self._rows.of(pairs) if self._update.knows(pair[0]))
-        self._memories.fence().wait()
+    def _take(self, key: int, bucket: Bucket) -> None:
+        """What this stage holds of it. The next bucket's copies are given to the device while it does this one's."""
+
+        def write() -> Reading:
+            with half_the_threads():
+                pairs = self._memories.values(bucket)
+                self._update.write(pair for pair in self._rows.of(pairs) if self._update.knows(pair[0]))
+            return self._memories.fence()
+
+        try:
+            reading = write()
+        except _OF_WEIGHTS as error:
+            self.send(self._refusal(key, error))
+        else:
+            self._pending.put((reading, lambda _: self.send(m.Answer(key))))
 
     def do_commit(self) -> None:
         with torch.no_grad():

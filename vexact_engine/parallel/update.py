@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from ..handover.messages import Bucket, dtype_of
+from ..handover.session import Reading
 from ..weights.update import Piece, Spec, Update
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ class UpdateOfStages(Update):
         if not self._staged:
             self._worker.touched()
 
-    def take(self, bucket: Bucket) -> None:
+    def take(self, bucket: Bucket) -> Reading:
         self.note_bucket(bucket)
-        self._worker.take_bucket(bucket)
+        return self._worker.take_bucket(bucket)
 
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]], foreign: bool = False) -> None:
         bucket = [pair for pair in bucket if not pair[0].startswith(self.places.passed)]
