@@ -1,15 +1,16 @@
 """Weights from a trainer's ranks, sharded by FSDP2, to engines of tensor-parallel ranks: how fast they arrive.
 
-python -m benchmarks handover_ranks --shape qwen3-8b --layouts 1:1x2,2:1x2
+python -m benchmarks handover_ranks --shape qwen3-8b --layouts 1:1x2,2:1x2 --by whole,shards
 python -m benchmarks handover_ranks --shape qwen3-8b --layouts 2:2x2,4:1x4 --held-in bfloat16,float32
 python -m benchmarks handover_ranks --device cpu --shape qwen3-0.6b --layers 2 --layouts 2:2x2
 
 2:2x2 are two ranks of a trainer and two replicas of two ranks each, on four GPUs; the trainer's lie evenly among them.
-Every rank takes part in making each tensor whole, and the first of a replica's sends it there; `gathering` is that
-alone. Each engine's rank takes its rows of what comes. GB/s are of what arrives at a replica, at all of its ranks
-together, from the first tensor that is asked for to the engine's answer, of the replica that takes longest. Bits come
-first: after the first hand-over every log-probability of some prompts, at every replica, is compared with that of the
-trainer's own model, patched, in bf16.
+By `whole` tensors every rank takes part in making each of them whole, and the first of a replica's sends it there;
+`gathering` is that alone. By `shards` each rank sends what it holds, to one replica (ShardedWeightSender). Each
+engine's rank takes its rows of what comes. GB/s are of what arrives at a replica, at all of its ranks together, from
+the first tensor that is asked for to the engine's answer, of the replica that takes longest. Bits come first: after the
+first hand-over every log-probability of some prompts, at every replica, is compared with that of the trainer's own
+model, patched, in bf16.
 """
 
 import argparse
@@ -28,9 +29,11 @@ import torch.multiprocessing
 from torch import Tensor
 
 from .harness import environment
+from .peers import say_once
 
 WARM, LIMIT = 2, 300.0  # hand-overs that are not timed; seconds of any answer
 DTYPES = "bfloat16", "float32"
+WAYS = "whole", "shards"
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="TYPE,TYPE",
         help=f"what the trainer holds: of {', '.join(DTYPES)} (bfloat16)",
     )
+    add("--by", default="whole", metavar="WAY,WAY", help=f"of: {', '.join(WAYS)}, where ranks are several (whole)")
     add("--bucket", type=int, default=512, metavar="N", help="MiB of a bucket (512; between CPUs 8 at most)")
 
 
@@ -91,16 +95,22 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
     """
     if unknown := [name for name in args.held_in.split(",") if name not in DTYPES]:
         raise ValueError(f"handover_ranks: --held-in: got {unknown[0]!r}, expected some of {', '.join(DTYPES)}")
+    ways = args.by.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise ValueError(f"handover_ranks: --by: got {unknown[0]!r}, expected some of {', '.join(WAYS)}")
     most = max(layout.gpus for layout in args.layouts)
     if args.device == "cuda" and torch.cuda.device_count() < most:
         seen = torch.cuda.device_count()
         raise ValueError(f"handover_ranks: --layouts: torch sees {seen} GPUs, expected {most} or more")
     for shape, layout in itertools.product(args.shape.split(","), args.layouts):
-        for dtype in args.held_in.split(","):
-            yield _measure(args, shape, layout, dtype)
+        for dtype, way in itertools.product(args.held_in.split(","), ways):
+            if way == "shards" and (layout.trainers == 1 or layout.replicas > 1):
+                say_once(f"handover_ranks: {layout}: shards go from several ranks to one replica, left out")
+                continue
+            yield _measure(args, shape, layout, dtype, way)
 
 
-def _measure(args: argparse.Namespace, shape: str, layout: Layout, dtype: str) -> dict:
+def _measure(args: argparse.Namespace, shape: str, layout: Layout, dtype: str, way: str) -> dict:
     from vexact_engine import Engine, EngineConfig, WeightReceiver
     from vexact_engine.weights.random import load_random
 
@@ -111,7 +121,7 @@ def _measure(args: argparse.Namespace, shape: str, layout: Layout, dtype: str) -
     pipes, theirs = zip(*(torch.multiprocessing.Pipe() for _ in range(layout.trainers)))
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        what = {"device": args.device, "shape": shape, "layers": args.layers, "dtype": dtype}
+        what = {"device": args.device, "shape": shape, "layers": args.layers, "dtype": dtype, "way": way}
         given = (layout, f"{folder}/store", theirs, what)
         trainers = torch.multiprocessing.spawn(_trainer, given, nprocs=layout.trainers, join=False, daemon=True)
         stack.callback(_end, trainers, pipes)
@@ -134,13 +144,13 @@ def _measure(args: argparse.Namespace, shape: str, layout: Layout, dtype: str) -
         for _ in range(WARM - 1):
             hand_over()
         seconds = [max(hand_over()) for _ in range(args.repeats)]
-        gathering = [max(_ask(pipes, trainers, "gather")) for _ in range(3)]
+        gathering = [max(_ask(pipes, trainers, "gather")) for _ in range(3) if way == "whole"]
         _ask(pipes, trainers, "close")
     gbps = [size / s / 1e9 for s in seconds]
     layers = "" if args.layers is None else f" {args.layers} layers"
     return {
         "room": "handover",
-        "case": f"{shape}{layers} of {dtype} {layout}, in_place",
+        "case": f"{shape}{layers} of {dtype} {layout}, {'by shards, ' if way == 'shards' else ''}in_place",
         "backend": "vexact",
         "ours": round(statistics.median(gbps), 2),
         "unit": "GB/s",
@@ -151,7 +161,7 @@ def _measure(args: argparse.Namespace, shape: str, layout: Layout, dtype: str) -
         "gib": round(size / 2**30, 3),
         "ms": round(1e3 * statistics.median(seconds), 3),
         "first_ms": round(1e3 * first, 1),
-        "gathering_ms": round(1e3 * min(gathering), 1),
+        "gathering_ms": round(1e3 * min(gathering), 1) if gathering else None,
         "logprobs": len(engines) * sum(map(len, expected)),
         "differ": 0,
         "device": args.device,
@@ -235,7 +245,7 @@ def _trainer(rank: int, layout: Layout, store: str, pipes, what: dict) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from vexact_engine import WeightSender
+    from vexact_engine import ShardedWeightSender, WeightSender
     from vexact_engine.weights.random import load_random
 
     kind, pipe = what["device"], pipes[rank]
@@ -260,6 +270,8 @@ def _trainer(rank: int, layout: Layout, store: str, pipes, what: dict) -> None:
         for name, tensor in model.state_dict().items():
             yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
+    by_shards = what["way"] == "shards"
+
     def wait() -> None:
         if kind == "cuda":
             torch.cuda.synchronize()
@@ -270,8 +282,10 @@ def _trainer(rank: int, layout: Layout, store: str, pipes, what: dict) -> None:
         answer = None
         if name == "open":
             (about,) = given
-            if (replica := layout.replica(rank)) is not None:
-                limits = {"bucket_bytes": about["bucket"], "timeout": LIMIT}
+            limits = {"bucket_bytes": about["bucket"], "timeout": LIMIT}
+            if by_shards:
+                sender = ShardedWeightSender(about["addresses"][0], numerics=about["numerics"], **limits)
+            elif (replica := layout.replica(rank)) is not None:
                 sender = WeightSender(about["addresses"][replica], numerics=about["numerics"], **limits)
             answer = expected, size
         elif name in ("send", "gather"):
@@ -279,7 +293,7 @@ def _trainer(rank: int, layout: Layout, store: str, pipes, what: dict) -> None:
             dist.barrier()
             begin = time.perf_counter()
             if name == "send" and sender is not None:
-                sender.send(whole())
+                sender.send(model.state_dict() if by_shards else whole())
             else:
                 for _ in whole():
                     pass

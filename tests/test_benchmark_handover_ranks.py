@@ -23,11 +23,19 @@ def shape(tmp_path):
 @pytest.mark.process
 def test_two_ranks_to_two_replicas_of_two(shape, tmp_path):
     args = bench.parse(["handover_ranks", "--device=cpu", "--repeats=2", "--bucket=1"])
-    record = handover_ranks._measure(args, shape, Layout(2, 2, 2), "float32")
+    record = handover_ranks._measure(args, shape, Layout(2, 2, 2), "float32", "whole")
     json.dumps(record)
     assert record["case"] == f"{shape} of float32 from 2 ranks to 2 x TP 2, in_place" and record["updates"] == 2
     assert record["differ"] == 0 and record["logprobs"] == 2 * (63 + 32 + 6) and record["ms"] > 0
     assert record["together"] == pytest.approx(2 * record["ours"], abs=0.02) and record["unit"] == "GB/s"
+
+
+@pytest.mark.process
+def test_two_ranks_to_two_by_shards(shape):
+    args = bench.parse(["handover_ranks", "--device=cpu", "--repeats=1", "--bucket=1"])
+    record = handover_ranks._measure(args, shape, Layout(2, 1, 2), "float32", "shards")
+    assert record["case"] == f"{shape} of float32 from 2 ranks to TP 2, by shards, in_place"
+    assert record["differ"] == 0 and record["logprobs"] == 63 + 32 + 6 and record["gathering_ms"] is None
 
 
 def test_a_bit_that_differs_is_an_error():
@@ -52,6 +60,11 @@ def test_layouts():
     for wrong in ("2x2", "3:2x2", "0:1x1", "1:1x2,"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected"):
             handover_ranks.layouts(wrong)
+    args = bench.parse(["handover_ranks", "--device=cpu", "--layouts=1:1x2,2:2x2", "--by=shards"])
+    assert not list(handover_ranks.run(args))  # shards go from several ranks to one replica
+    args = bench.parse(["handover_ranks", "--device=cpu", "--by=rows"])
+    with pytest.raises(ValueError, match="--by: got 'rows'"):
+        next(handover_ranks.run(args))
     args = bench.parse(["handover_ranks", "--device=cpu", "--held-in=float64"])
     with pytest.raises(ValueError, match="--held-in: got 'float64'"):
         next(handover_ranks.run(args))

@@ -32,6 +32,7 @@ from vexact_engine import (
     StepFailed,
     UpdateIncomplete,
     WeightReceiver,
+    ShardedWeightSender,
     WeightSender,
     WeightsMissing,
     WeightsTorn,
@@ -197,6 +198,8 @@ def handover(engine: Engine, model: nn.Module) -> None:
         except PeerLost as lost:
             doubt: bool = lost.in_doubt
             print(lost, doubt, sender.send(model.named_parameters(), version=7))
+    with ShardedWeightSender(None, numerics=vx.numerics(), group=None, timeout=60.0) as ranks:
+        print(ranks.send(model.state_dict(), version=8))
         except HandoverFailed as error:
             print(error)
         print(sent, taken)

@@ -25,6 +25,7 @@ _WHERE = {
     "ReplicaInfo": "parallel.replicas",
     "Replicas": "parallel.replicas",
     "RequestError": "errors",
+    "ShardedWeightSender": "handover.shards",
     "StageDied": "errors",
     "StepFailed": "errors",
     "UpdateIncomplete": "errors",
@@ -53,6 +54,7 @@ __all__ = [
     "Replicas",
     "RequestError",
     "SamplingParams",
+    "ShardedWeightSender",
     "Speculation",
     "StageDied",
     "StepFailed",
@@ -101,6 +103,7 @@ if TYPE_CHECKING:
     )
     from .handover.receiver import WeightReceiver
     from .handover.sender import WeightSender
+    from .handover.shards import ShardedWeightSender
     from .outputs import Increment, Load
     from .parallel.coordinator import NodeReceivers
     from .parallel.replicas import ReplicaInfo, Replicas

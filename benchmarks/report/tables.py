@@ -174,7 +174,8 @@ def handover_table(records: Iterable[dict]) -> str:
             cells += [ratio, decoding, f"{max(r['stall_ms']):.0f} (a step: {r['step_ms']:.1f})"]
             cells += [f"{grown} in {r['updates']} updates"]
         else:
-            cells += ["", "", "", f"of it gathering: {r['gathering_ms']:.1f} ms"]
+            ms = r["gathering_ms"]
+            cells += ["", "", "", "nothing is gathered" if ms is None else f"of it gathering: {ms:.1f} ms"]
         rows.append(cells)
     return markdown(heads, rows)
 

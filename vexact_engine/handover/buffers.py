@@ -148,8 +148,8 @@ class Memories:
     def __init__(self, device: torch.device):
         self.device = device
         self._opened: dict[str, OpenedBuckets] = {}
-        self._now: list[Tensor] = []
-        self._found: dict[tuple[int, m.Part], Tensor | Piece] = {}  # a sender says the same again and again
+        self._now = ""  # the last that was opened
+        self._found: dict[tuple[str, int, m.Part], Tensor | Piece] = {}  # a sender says the same again and again
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -159,43 +159,48 @@ class Memories:
         if offer.name not in self._opened:
             given = offer.kind, offer.name, offer.size, offer.handles, offer.gpu
             self._opened[offer.name] = OpenedBuckets(*given, self.device)
-        if self._now is not self._opened[offer.name].tensors:
-            self._now = self._opened[offer.name].tensors
-            self._found.clear()
+        self._now = offer.name
 
     def values(self, bucket: m.Bucket) -> list[tuple[str, Tensor | Piece]]:
         """What lies in a bucket, by name: no copies. HandoverFailed where it is not what was sent."""
-        if not 0 <= bucket.buffer < len(self._now):
-            raise HandoverFailed(f"weights: the sender filled bucket {bucket.buffer} of {len(self._now)}")
+        memory = self._memory(bucket)
         if len(self._found) > _MOST_FOUND:
             self._found.clear()
-        return values(bucket, self._now[bucket.buffer], self._found)
+        return values(bucket, memory, self._found, bucket.memory or self._now)
+
+    def _memory(self, bucket: m.Bucket) -> Tensor:
+        name = bucket.memory or self._now
+        tensors = self._opened[name].tensors if name in self._opened else []
+        if not 0 <= bucket.buffer < len(tensors):
+            raise HandoverFailed(f"weights: the sender filled bucket {bucket.buffer} of {len(tensors)}")
+        return tensors[bucket.buffer]
 
     def bytes(self, bucket: m.Bucket) -> bytes:
         """Of all that lies in a bucket, for a process that cannot open it."""
         self.values(bucket)
-        return self._now[bucket.buffer][: _used(bucket)].cpu().numpy().tobytes()
+        return self._memory(bucket)[: _used(bucket)].cpu().numpy().tobytes()
 
     def fence(self) -> Reading:
         """Done once what this thread has given the device to read from them is."""
-        devices = {device for device in (self.device, *(t.device for t in self._now)) if device.type == "cuda"}
+        every = (tensor for opened in self._opened.values() for tensor in opened.tensors[:1])
+        devices = {device for device in (self.device, *(t.device for t in every)) if device.type == "cuda"}
         return Reading([torch.cuda.current_stream(device).record_event() for device in devices]) if devices else READ
 
     def close(self) -> None:
-        self._now = []
+        self._now = ""
         self._found.clear()
         while self._opened:
             self._opened.popitem()[1].close()
 
 
 def values(
-    bucket: m.Bucket, memory: Tensor, known: dict[tuple[int, m.Part], Tensor | Piece] | None = None
+    bucket: m.Bucket, memory: Tensor, known: dict[tuple[str, int, m.Part], Tensor | Piece] | None = None, name: str = ""
 ) -> list[tuple[str, Tensor | Piece]]:
-    """What lies in a bucket whose bytes these are. `known` is what has been found there before."""
+    """What lies in a bucket whose bytes these are. `known` is what has been found there before, in memory of names."""
     size, found = memory.numel(), []
     known = {} if known is None else known
     for part in bucket.parts:
-        if (value := known.get((bucket.buffer, part))) is not None:
+        if (value := known.get((name, bucket.buffer, part))) is not None:
             found.append((part.name, value))
             continue
         dtype = m.dtype_of(part.dtype)
@@ -208,7 +213,7 @@ def values(
             value = flat.view(part.shape) if whole else Piece(part.start, flat)
         except RuntimeError as error:  # a dtype that no memory is seen as
             raise HandoverFailed(f"weights: {part.name} is said to be {part.dtype} {part.shape}: {error}") from error
-        known[bucket.buffer, part] = value
+        known[name, bucket.buffer, part] = value
         found.append((part.name, value))
     if bucket.checksum is not None and checksum(memory[: _used(bucket)]) != bucket.checksum:
         names = ", ".join(sorted({part.name for part in bucket.parts})[:3])

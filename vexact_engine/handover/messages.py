@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"weights: not installed: {error.name}. Run: {pip_line('handover')}") from error
 
-VERSION = 6
+VERSION = 7
 LARGEST_VERSION = 2**53 - 1  # of weights: see session.check_version
 
 # What is read is checked against these; nothing else comes out of `decode`.
@@ -125,9 +125,12 @@ class Unopened(msgspec.Struct, tag=True):
 
 
 class Bucket(msgspec.Struct, tag=True):
+    """memory: the offer's name that it lies in; "": the last one's."""
+
     buffer: int
     parts: list[Part]
     checksum: int | None = None
+    memory: str = ""
 
 
 class Ack(msgspec.Struct, tag=True):
@@ -163,12 +166,41 @@ class Gone(msgspec.Struct, tag=True):
     """The receiver has let go of the sender's memory."""
 
 
+# --- among a trainer's ranks of which each sends its own shards: see shards.py ---------------------------------------
+
+
+class Here(msgspec.Struct, tag=True):
+    """A rank has begun a set."""
+
+    rank: Count
+    peer: Peer
+
+
+class Begin(msgspec.Struct, tag=True):
+    """What the receiver said of itself, and in which kind of memory the ranks' buckets are to be."""
+
+    welcome: Welcome
+    kind: Name
+
+
+class Ended(msgspec.Struct, tag=True):
+    """All of a rank's shards lie in buckets that it has told of. digest: of what it was given, in order."""
+
+    digest: str
+
+
+class Rest(msgspec.Struct, tag=True):
+    """So it is with every rank: what no shard of is sent is to be made whole, by all of them."""
+
+
 Offers = Offer | Opened | Unopened
 Message = Hello | Welcome | Refused | Offers | Bucket | Ack | Finish | Done | Cancel | Failed | Bye | Gone
+OfRanks = Here | Begin | Offers | Bucket | Ack | Ended | Rest | Done | Failed
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
+_of_ranks = msgspec.msgpack.Decoder(OfRanks)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | OfRanks) -> bytes:
     return _encoder.encode(message)
 
 
@@ -178,6 +210,14 @@ def decode(data: bytes, peer: str) -> Message:
         return _decoder.decode(data)
     except Exception as error:  # text that is no UTF-8 and nesting without an end raise other kinds than msgspec's
         raise HandoverFailed(f"weights: {peer} sent what is no message of version {VERSION}: {error}") from error
+
+
+def decode_of_ranks(data: bytes) -> OfRanks:
+    """HandoverFailed for what is no message."""
+    try:
+        return _of_ranks.decode(data)
+    except Exception as error:
+        raise HandoverFailed(f"weights: a rank sent what is no message of version {VERSION}: {error}") from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:

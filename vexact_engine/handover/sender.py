@@ -1,8 +1,7 @@
 """The trainer's end of a hand-over of weights: to an engine in another process of this host."""
 
 import logging
-from collections import deque
-from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,13 +9,12 @@ from torch import Tensor
 import vexact_ops as vx
 
 from ..errors import HandoverFailed, PeerLost
-from ..weights.names import hint, passed_over
 from . import messages as m
 from . import protocol
-from .buffers import CUDA, HOST, Buckets, BucketSpace, checksum, gpu_named
-from .packing import ALIGN, Packer, check_whole
+from .buffers import CUDA, HOST, Buckets, gpu_named
+from .filling import Expected, Filling
+from .packing import ALIGN, check_whole
 from .session import check_version
-from .threads import half_the_threads
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +87,7 @@ class WeightSender:
         taken; without, each time that it was counts as one.
         """
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        session = _Session(self, version)
+        session = Session(self, version)
         try:
             for name, tensor in pairs:
                 session.put(name, tensor)
@@ -107,7 +105,7 @@ class WeightSender:
         """`send` of what an asynchronous iterator makes. Between two of its tensors other tasks run."""
         if not hasattr(named_tensors, "__aiter__"):
             return self.send(named_tensors, version=version)
-        session = _Session(self, version)
+        session = Session(self, version)
         try:
             async for name, tensor in named_tensors:
                 session.put(name, tensor)
@@ -205,21 +203,26 @@ class WeightSender:
             log.warning("%s; going on by %s", reason, kinds[-1][0])
         raise HandoverFailed("weights: no memory that both ends can see")
 
-    def _try(self, kind: str, device: torch.device) -> str | None:
-        """None, or why not."""
+    def offered(self, kind: str, device: torch.device) -> m.Offer:
+        """Of buckets of that kind: those of before, or others. HandoverFailed where there is no room."""
         held = self._buffers.get(kind)
         if held is not None and kind == CUDA and held.device != device:
             held.close()
             held = None
+        size = self.bucket_bytes if device.type == "cuda" else min(self.bucket_bytes, CACHED)
+        held = held or Buckets(kind, size * 2 // _HALVES // ALIGN * ALIGN, _HALVES, device)
+        self._buffers[kind] = held
+        return held.offer()
+
+    def _try(self, kind: str, device: torch.device) -> str | None:
+        """None, or why not."""
         try:
-            size = self.bucket_bytes if device.type == "cuda" else min(self.bucket_bytes, CACHED)
-            held = held or Buckets(kind, size * 2 // _HALVES // ALIGN * ALIGN, _HALVES, device)
+            offer = self.offered(kind, device)
         except HandoverFailed as error:
             if kind == HOST:
                 raise
             return str(error)
-        self._buffers[kind] = held
-        self._post(held.offer())
+        self._post(offer)
         answer = self._answer("an answer to the offer of memory", m.Opened, m.Unopened)
         if isinstance(answer, m.Opened):
             return None
@@ -227,7 +230,7 @@ class WeightSender:
         return answer.reason
 
 
-class _Session:
+class Session:
     """One set of weights."""
 
     def __init__(self, sender: WeightSender, version: int | None):
@@ -247,87 +250,33 @@ class _Session:
         if welcome.peer != before:
             sender._refused.clear()
         sender._receiver, self.welcome = welcome.peer, welcome
-        self.manifest = {n: (tuple(shape), m.dtype_of(d)) for n, (shape, d) in welcome.manifest.items()}
-        self.passed = passed_over(self.manifest)
-        self.sent: set[str] = set()
-        self.streams: set[torch.cuda.Stream] = set()  # that fill the bucket: the caller's may change
-        self.buffers: Buckets | None = None
-        self.free: deque[int] = deque()
-        self.filled: deque[tuple[m.Bucket, list[torch.cuda.Event]]] = deque()  # not posted yet: what fills them
+        self.expected = Expected(welcome.manifest)
+        self.filling: Filling | None = None
 
     def put(self, name: str, tensor: Tensor) -> None:
-        if name.startswith(self.passed):
+        if self.expected.passes(name):
             return
-        dtype = self._check(name, tensor)
-        if self.buffers is None:
-            self.buffers = self.sender._open(tensor.device, self.welcome)
-            self.free.extend(range(len(self.buffers.tensors)))
-            self.packer = Packer(self._spaces(), self._copy)
-        if self.filled:
-            self._post_filled()
-        for filled in self.packer.put(name, tensor, dtype):
-            self._flush(*filled)
-        self.sent.add(name)
-
-    def _check(self, name: str, tensor: Tensor) -> torch.dtype:
         check_whole(name, tensor)
-        if name not in self.manifest:
-            said = hint([name], self.manifest.keys())
-            what = f"{name} is none of the engine's {len(self.manifest)} tensors"
-            raise ValueError(f"weights: unknown: {what}" + (f" ({said})" if said else ""))
-        shape, dtype = self.manifest[name]
-        if name in self.sent:
-            raise ValueError(f"weights: repeated: {name} came before")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"weights: {name} is {tuple(tensor.shape)}, expected {shape}")
-        if tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
-            raise TypeError(f"weights: {name} is {tensor.dtype}, expected {dtype}")
-        return dtype
+        dtype = self.expected.dtype(name, tensor)
+        if self.filling is None:
+            sender = self.sender
+            freed, waits = self._freed, lambda: bool(sender._socket.poll(0))
+            buffers = sender._open(tensor.device, self.welcome)
+            self.filling = Filling(buffers, sender._post, freed, waits, checksums=sender.checksum)
+        self.filling.put(name, tensor, dtype)
+        self.expected.note(name)
 
-    def _copy(self, into: Tensor, part: Tensor) -> None:
-        with half_the_threads():
-            into.copy_(part, non_blocking=part.is_cuda)
-        for device in {part.device, into.device}:
-            if device.type == "cuda":
-                self.streams.add(torch.cuda.current_stream(device))
-
-    def _spaces(self) -> Iterator[BucketSpace]:
-        """Buckets that may be filled, as they are given back."""
-        while True:
-            while not self.free:
-                if self.filled and not self.sender._socket.poll(0):
-                    self._post_filled(1)
-                else:
-                    self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
-            yield self.buffers.space(self.free.popleft())
-
-    def _flush(self, space: BucketSpace, used: int, parts: list[m.Part]) -> None:
-        events, total = [stream.record_event() for stream in self.streams], None
-        self.streams.clear()
-        if self.sender.checksum:
-            for event in events:
-                event.synchronize()
-            total = checksum(self.buffers.tensors[space.number][:used])
-        self.filled.append((m.Bucket(space.number, parts, total), events))
-        self._post_filled()
-
-    def _post_filled(self, wait: int = 0) -> None:
-        """What is in a bucket is there before the message about it. The next is filled meanwhile: so many of them are
-        waited for."""
-        while self.filled and (wait > 0 or all(event.query() for event in self.filled[0][1])):
-            bucket, events = self.filled.popleft()
-            for event in events:
-                event.synchronize()
-            self.sender._post(bucket)
-            wait -= 1
+    def _freed(self) -> int:
+        return self.sender._answer("an acknowledgement", m.Ack).buffer
 
     def finish(self) -> int:
-        for filled in self.packer.flush() if self.buffers is not None else ():
-            self._flush(*filled)
-        self._post_filled(len(self.filled))
-        # A receiver that stalls may read a bucket when this end has given up and freed it: no Finish follows that one.
-        while self.buffers is not None and len(self.free) < len(self.buffers.tensors):
-            self.free.append(self.sender._answer("an acknowledgement", m.Ack).buffer)
+        if self.filling is not None:  # no Finish follows a bucket that may be read yet
+            self.filling.finish()
+            self.filling.settle()
+        return self.finish_all()
+
+    def finish_all(self) -> int:
+        """All has been read."""
         self.sender._post(m.Finish())
         self.finished, had = True, self.welcome.weight_version
         tells = f"above {had}" if self.version is None else f"{self.version}; it was {had}"

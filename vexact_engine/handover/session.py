@@ -127,7 +127,7 @@ class WeightUpdate:
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]]) -> None:
         """Copies tensors, on any device, into the parameters of their names; returns when they may be reused.
 
-        bucket   (name, tensor) of whole tensors, or (name, Piece) of a part, all parts in order
+        bucket   (name, tensor) of whole tensors, or (name, Piece) of a part, each part once
         raises   ValueError, TypeError: one that does not fit; EngineClosed
         """
         self._check()

@@ -7,6 +7,7 @@ so that the new weights never lie in memory as a whole beside the old ones.
 
 import functools
 import math
+from bisect import bisect, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,8 @@ from .names import hint, passed_over
 
 if TYPE_CHECKING:
     from .draft import Draft
+
+Range = tuple[int, int]
 
 _AT_ONCE = 256 << 20  # bytes that are handed over at once
 _BUFFERS = "buffers of checkpoints, which named_parameters() leaves out: give what state_dict() has"
@@ -241,6 +244,7 @@ class Update:
             self._targets = _targets_of(places, given)
             self._announced = set(given)
         self._came: dict[str, int] = {}  # name -> elements
+        self._pieces: dict[str, list[Range]] = {}  # of those that have come in part: which
         self._parts: set[str] = set()  # stacked parameters of which single experts have come
         self._written: dict[int, str] = {}
 
@@ -252,7 +256,7 @@ class Update:
     @torch.no_grad()
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]], foreign: bool = False) -> None:
         """Raises ValueError or TypeError for a tensor that does not fit, came before, was not announced where all have
-        to be, or is memory of the model itself, unless all is known to be `foreign`. Pieces of one come in order."""
+        to be, or is memory of the model itself, unless all is known to be `foreign`. Pieces come in any order."""
         if self._own is None and not foreign:
             self._own = self.places.memory()
         for given, value in bucket:
@@ -274,6 +278,10 @@ class Update:
         target = self._target(given, name, value)
         kind = value.values if isinstance(value, Piece) else value
         self._came[name] = self._came.get(name, 0) + math.prod(kind.shape)
+        if self._came[name] == target.numel():
+            self._pieces.pop(name, None)
+        elif isinstance(value, Piece):
+            insort(self._pieces.setdefault(name, []), (value.start, value.start + math.prod(kind.shape)))
         if name in self._stacked:
             self._parts.add(self._stacked[name])
         first = self._written.setdefault(id(self._targets[name]), name)
@@ -304,10 +312,13 @@ class Update:
         if values.dtype != target.dtype:
             raise TypeError(f"{name} is {values.dtype}, expected {target.dtype}")
         (count,) = values.shape
-        if start != (came or 0) or not 0 < count <= target.numel() - start:
+        pieces, end = self._pieces.get(name, []), start + count
+        at = bisect(pieces, (start, end))
+        low, high = pieces[at - 1][1] if at else 0, pieces[at][0] if at < len(pieces) else target.numel()
+        if not low <= start < end <= high:
             raise ValueError(
-                f"update_weights: {given}: got elements {start} to {start + count} of {target.numel()}, expected a "
-                f"piece from {came or 0}"
+                f"update_weights: {given}: got elements {start} to {end} of {target.numel()}, expected some that have "
+                f"not come ({low} to {high}, say)"
             )
         return target
 
