@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from families import alone, sequences, tiny
+from families import alone, config_of, sequences, tiny
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.utils import ModelOutput
 
 import vexact_ops as vx
@@ -51,8 +52,33 @@ def test_dropout_of_a_published_configuration_is_an_engines_no_trainers():
         assert_bitwise(alone(model, seqs), expected)
         assert "attention_dropout is 0.1" in refusal(model)  # a trainer's, of the same model
         assert_bitwise(alone(model, seqs), expected)
-        with pytest.raises(ValueError, match=r"dropout: got 0\.1, expected 0"):
+        with pytest.raises(ValueError, match=r"attention_dropout: got 0\.1 in training, expected 0"):
             model.train()(input_ids=seqs[0][None])
+
+
+@pytest.mark.parametrize(
+    "family, name, module",
+    [
+        ("biogpt", "hidden_dropout_prob", "BioGptModel: dropout"),
+        ("biogpt", "activation_dropout", "BioGptDecoderLayer: activation_dropout"),
+        ("biogpt", "layerdrop", "BioGptModel: layerdrop"),
+        ("starcoder2", "residual_dropout", "Starcoder2Attention: residual_dropout"),
+        ("mixtral", "router_jitter_noise", "MixtralSparseMoeBlock: jitter_noise"),
+    ],
+)
+def test_what_an_engine_passes_over_inside_a_forward_is_not_trained(family, name, module):
+    """Such a rate is no module's and comes to no attention: the stock forward that runs there would have dropped."""
+    config = config_of(family)
+    setattr(config, name, 0.3)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), sequences((5,))[0]
+    refused = refusal(model)
+    assert "0.3: a dropped value is not aligned, set it to 0" in refused or "aten.uniform_" in refused
+    with vx.patch.hf(model, training=False) as handle:
+        assert_bitwise(handle.logprobs(ids), handle.logprobs(ids))
+        model.train()
+        for call in (lambda: handle.logprobs(ids), lambda: model(ids[None])):
+            with pytest.raises(ValueError, match=rf"{module}: got 0\.3 in training, expected 0"):
+                call()
 
 
 def test_a_module_of_dropout_in_a_model_that_is_trained_after_all():

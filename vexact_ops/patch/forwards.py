@@ -90,6 +90,7 @@ def base_forward(
     patch = self._vexact
     if not vexact_checked:
         patch.check()
+    patch.check_rates()
     of_images = {}
     if patch.vision is not None:
         of_images = {n: kwargs.pop(n) for n in (*images.ARGUMENTS, *images.VIDEOS, *images.MASKS) if n in kwargs}

@@ -506,15 +506,14 @@ def rotation(form: str, part: bool) -> Callable:
 
 
 def identity_forward(self, input):
-    if self.training and self.p > 0:
+    if self.training and self.p > 0 and not self._vexact.trains:
         refuse_training(self, "p", self.p)
     return input
 
 
 def refuse_training(module: nn.Module, name: str, value: float) -> None:
     """What a patch for an engine has passed over, in a model that is trained after all."""
-    if not module._vexact.trains:
-        raise ValueError(
-            f"{type(module).__name__}: {name}: got {value} in training, expected 0: the model was patched with "
-            "training=False, as an engine does; a dropped value is not aligned"
-        )
+    raise ValueError(
+        f"{type(module).__name__}: {name}: got {value} in training, expected 0: the model was patched with "
+        "training=False, as an engine does; a dropped value is not aligned"
+    )

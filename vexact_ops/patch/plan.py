@@ -194,17 +194,28 @@ def around_attention(patch: "Patch") -> list[nn.Module]:
     return [modules[path] for path in sorted(paths - {""})]
 
 
-def _drops(module: nn.Module) -> list[str]:
-    """What a module drops in training, and how not to."""
+def _rates(module: nn.Module, *words: str) -> dict[str, float]:
+    """Its numbers above 0 that have one of these words in their names."""
     if isinstance(module, nn.Dropout):
-        found = {"p": module.p} if module.p > 0 else {}
-    else:
-        found = {n: v for n, v in vars(module).items() if "dropout" in n and isinstance(v, float) and v > 0}
+        return {"p": module.p} if module.p > 0 else {}
+    named = {n: v for n, v in vars(module).items() if isinstance(v, float) and v > 0}
+    return {n: v for n, v in named.items() if any(word in n for word in words)}
+
+
+def _drops(module: nn.Module) -> list[str]:
+    """What a module drops in training (whole layers too: layerdrop), and how not to."""
     return [
         f"{name} is {value}: a dropped value is not aligned, set it to 0"
         + (f" (from_pretrained(..., {name}=0.0))" if hasattr(getattr(module, "config", None), name) else "")
-        for name, value in found.items()
+        for name, value in _rates(module, "dropout", "layerdrop").items()
     ]
+
+
+def passed_over(patch: "Patch") -> list[tuple[nn.Module, dict[str, float]]]:
+    """Of a patch that is not for training: modules that drop something in training, or add noise, and at which rates.
+    Some do so in the middle of their own forward, where no piece sees it."""
+    found = [] if patch.trains else [(module, _rates(module, "dropout", "layerdrop", "noise")) for module in patch.model.modules()]
+    return [(module, rates) for module, rates in found if rates]
 
 
 def check_runs(patch: "Patch") -> None:

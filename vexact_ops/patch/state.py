@@ -20,7 +20,7 @@ from .._core.operator import watched
 from . import facts, forwards, layer, plan, prompt_learning, rotary, slots, whole
 from .describe import describe, read
 from .description import Decoder, Head, NotDescribed, Pages, State
-from .pieces import class_of, computes_itself
+from .pieces import class_of, computes_itself, refuse_training
 from .recognise import INNER
 from .report import table
 from .trace import hidden_states
@@ -144,6 +144,7 @@ class Patch:
         self.buffers: list[_Buffer] = []
         self.frequencies: list[list] = []  # where they stand, their names, and what they were when last looked at
         self.tensors: list[tuple] = []
+        self.rates: list[tuple[nn.Module, dict[str, float]]] = []  # what would be dropped if an engine's were trained
         self.around: list[nn.Module] = []  # attention, and what it is in below the decoder
         self.fused: list[nn.Module] | None = None  # layers that are computed in one node; None: not looked for
 
@@ -183,7 +184,7 @@ class Patch:
                 for module in self.model.modules()
                 for name, value in rotary.frequencies(module, self.options["longrope"]).items()
             ]
-        self.around = plan.around_attention(self)
+        self.around, self.rates = plan.around_attention(self), plan.passed_over(self)
         self.builds += 1
 
     def fuse(self, device: torch.device) -> None:
@@ -281,6 +282,13 @@ class Patch:
         with LOCK:
             if self.changed():
                 self.renew()
+
+    def check_rates(self) -> None:
+        """Before a forward: of what a patch for an engine has passed over, nothing is trained after all."""
+        for module, rates in self.rates:
+            if module.training:
+                name, value = next(iter(rates.items()))
+                refuse_training(module, name, value)
 
     def check_tensors(self) -> None:
         """As `check`, of what no forward looks for: 0.6 ms for 28 layers. Hooks on the whole model are of it, which an
