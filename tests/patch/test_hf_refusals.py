@@ -1,5 +1,7 @@
 """A refusal names all that is in the way at once, in words that say what to do."""
 
+import copy
+
 import pytest
 import torch
 from families import alone, config_of, sequences, tiny
@@ -136,6 +138,79 @@ def test_what_masks_take_from_the_config_is_noticed_later_too():
                 handle.logprobs(ids)
             with pytest.raises(vx.patch.UnsupportedModule, match=said):
                 handle.revision()  # which an engine asks for before each step
+
+
+def test_attention_to_what_follows_is_refused_wherever_it_was_asked_for():
+    """Gemma 3 reads this in its masks, which are not built here: attention stayed causal, and nobody said so."""
+    said = r"its attention is not causal: use_bidirectional_attention of the config is True"
+    model, ids = tiny("gemma3_text"), torch.arange(12)[None]
+    with vx.patch.hf(model) as handle:
+        before = model(ids, use_cache=False).logits
+        model.config.use_bidirectional_attention = True
+        with pytest.raises(vx.patch.UnsupportedModule, match=said):
+            handle.logprobs(ids)
+    assert not torch.allclose(model(ids, use_cache=False).logits, before, atol=0.1)
+    with pytest.raises(vx.patch.UnsupportedModule, match=said):
+        vx.patch.hf(model)
+    for name in ("gemma", "gemma2"):  # of whose masks it is none of the numbers
+        model = tiny(name)
+        before = model(ids, use_cache=False).logits
+        model.config.use_bidirectional_attention = True
+        assert_bitwise(model(ids, use_cache=False).logits, before)
+        vx.patch.hf(model).undo()
+
+
+def _other_config(path: str, **numbers):
+    def change(model):
+        module = model.get_submodule(path)
+        module.config = copy.deepcopy(module.config)
+        for name, value in numbers.items():
+            setattr(module.config, name, value)
+
+    return change
+
+
+def _set(path: str, **values):
+    return lambda model: vars(model.get_submodule(path)).update(values)
+
+
+@pytest.mark.parametrize(
+    "family, change, said",
+    [
+        ("cohere2", _set("", logit_scale=0.7), "it multiplies the logits by 0.7, which its config does not name"),
+        ("cohere2_moe", _set("model.layers.0.mlp.gate", expert_selection_fn="sigmoid"), r"mlp\.gate .*a router that"),
+        ("gemma2", _set("model.layers.0.mlp.act_fn", act=torch.tanh), r"mlp\.act_fn .* runs aten\.tanh"),
+        ("gpt_neox", _set("gpt_neox.layers.0.mlp.act", act=torch.tanh), r"mlp\.act .* runs aten\.tanh"),
+        (
+            "gpt_oss",
+            _set("model.layers.0.mlp.experts", _apply_gate=lambda x: x[..., ::2]),
+            r"mlp\.experts .* activation or form",
+        ),
+        (
+            "mistral",
+            _other_config("model", sliding_window=2),
+            "its mask has a window of 2, but it asks attention for 4",
+        ),
+        ("gemma2", _other_config("model", layer_types=["full_attention"] * 2), "its mask has a window of None"),
+        ("gemma2", _other_config("", final_logit_softcapping=1.0), None),
+        ("granite", _other_config("", logits_scaling=2.0), None),
+    ],
+)
+def test_what_a_forward_chooses_by_is_noticed_later_too(family, change, said):
+    """A number of the whole model, a name, a function, a method, another config: the stock forward follows each."""
+    stock, model, ids = tiny(family), tiny(family), torch.arange(12)[None]
+    with vx.patch.hf(model) as handle:
+        before = handle.logprobs(ids)
+        change(model)
+        if said is None:
+            change(stock)
+            follows = stock(ids, use_cache=False).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+            now = handle.logprobs(ids)[0, :-1]
+            torch.testing.assert_close(now, follows, rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(now, before[0, :-1], atol=1e-2)
+        else:
+            with pytest.raises(vx.patch.UnsupportedModule, match=said):
+                handle.logprobs(ids)
 
 
 def test_a_window_that_the_config_gets_later_is_the_description_s():

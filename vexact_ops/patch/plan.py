@@ -151,30 +151,42 @@ def _write(patch: "Patch", path: str, module: nn.Module, answer: Replace | Keep)
 
 
 _OF_NO_BIT = {"training", "gradient_checkpointing", "name_or_path", "in_features", "out_features", "architectures"}
+_OF_NO_BIT |= {"use_cache", "output_hidden_states", "return_dict", "tie_word_embeddings", "is_decoder"}
+_OF_NO_BIT |= {"forward"}  # a layer's may be set, and taken back, by a patch itself; others' is looked for elsewhere
 # What forwards and masks take from a config, whatever it is there at first.
 _OF_FORWARDS = {"logits_scaling", "final_logit_softcapping", "output_router_logits", "sliding_window", "is_causal"}
+_BIDIRECTIONAL = "use_bidirectional_attention"  # and in the masks of a class that reads it
+# By which a forward may choose what it computes, and which of them it calls.
+_CHOICES = (int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType, functools.partial)
 
 
 def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
     """Where numbers stand that a forward, or who has read its description, may have from the time of the patch, their
-    names, and what they were: those of the decoder's modules (an epsilon, a window, top_k) and of its config, lists
-    (layer_types) too. So do parameters and buffers that are None, a bias that a module does not have, of all modules.
+    names, and what they were: those of the modules (an epsilon, a window, top_k), with names and functions that they
+    choose by, and of the config, lists (layer_types) too; and the configs themselves. So do parameters and buffers that
+    are None, a bias that a module does not have.
     """
     holders = []
     configs = patch.model.config, patch.base.config, patch.base.config.get_text_config()
     for config in {id(config): config for config in configs}.values():
-        names = {n for n, v in vars(config).items() if type(v) in (int, float, list) and not n.endswith("_token_id")}
+        kinds = (int, float, bool, list)
+        names = {n for n, v in vars(config).items() if type(v) in kinds and not n.endswith("_token_id")}
         names = names - _OF_NO_BIT | _OF_FORWARDS
         holders += [(vars(config), name) for name in sorted(names) if not name.startswith("_")]
-    for module in patch.base.modules():
+    for module in patch.model.modules():
         if not lora.is_peft(module):
-            own = (name for name, value in vars(module).items() if value is None or isinstance(value, int | float))
+            own = (n for n, value in vars(module).items() if n == "config" or isinstance(value, _CHOICES))
             holders += [(vars(module), n) for n in own if n not in _OF_NO_BIT and not n.startswith("_")]
     for module in patch.model.modules():
         for store in (module._parameters, module._buffers):
             holders += [(store, name) for name, tensor in store.items() if tensor is None]
     values = [h.get(n) for h, n in holders]
     return [h for h, _ in holders], [n for _, n in holders], [list(v) if type(v) is list else v for v in values]
+
+
+def own_methods(module: nn.Module) -> list[str]:
+    """What stands on this very module in the place of methods of its class, forward apart."""
+    return [n for n in vars(module) if n != "forward" and callable(getattr(type(module), n, None))]
 
 
 def tensors(model: nn.Module) -> list[tuple]:
@@ -214,8 +226,8 @@ def _drops(module: nn.Module) -> list[str]:
 def passed_over(patch: "Patch") -> list[tuple[nn.Module, dict[str, float]]]:
     """Of a patch that is not for training: modules that drop something in training, or add noise, and at which rates.
     Some do so in the middle of their own forward, where no piece sees it."""
-    found = [] if patch.trains else [(module, _rates(module, "dropout", "layerdrop", "noise")) for module in patch.model.modules()]
-    return [(module, rates) for module, rates in found if rates]
+    words, modules = ("dropout", "layerdrop", "noise"), () if patch.trains else patch.model.modules()
+    return [(module, rates) for module in modules if (rates := _rates(module, *words))]
 
 
 def check_runs(patch: "Patch") -> None:
@@ -245,14 +257,14 @@ def check_runs(patch: "Patch") -> None:
         _refuse_operations(patch, modules, path, f"runs {', '.join(sorted(operations))} outside the aligned ops")
     paths = {id(m): path for path, m in modules.items()}
     patch.attended = tuple(memory for _, _, memory in runs[0]) if runs else ()
-    windows = any(_masks_windows(module) for module in (patch.base, *around_attention(patch)))
+    read = set().union(*(_names_read(module) for module in (patch.base, *around_attention(patch))))
     for place, (module, asked, memory) in itertools.chain.from_iterable(map(enumerate, runs)):
         if not isinstance(memory, Pages):
             continue
         path = paths[id(module)]
         given = {**asked, "dropout": None} if path in refused else asked
         config = patch.base.config.get_text_config()
-        for reason in _attention_problems(config, module, place, memory.window, given, windows):
+        for reason in _attention_problems(config, module, place, memory.window, given, read):
             patch.refuse(path, modules[path], reason)
 
 
@@ -313,26 +325,28 @@ def _small_call(model: nn.Module, ids: Tensor, patch: "Patch"):
     return out
 
 
-def _masks_windows(module: nn.Module) -> bool:
-    """Whether its class makes masks that have windows."""
+def _names_read(module: nn.Module) -> set[str]:
+    """What the forward of its class calls and reads, by name."""
     codes = [inspect.unwrap(pieces.class_of(module).forward).__code__]
     for code in codes:  # some make each kind of mask in a lambda
         codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-    names = {name for code in codes for name in code.co_names}
-    return any(name.startswith("create_") and ("sliding" in name or "masks_for" in name) for name in names)
+    return {name for code in codes for name in code.co_names}
 
 
 def _attention_problems(
-    config, module: nn.Module, place: int, window: int | None, kwargs: dict, windows: bool
+    config, module: nn.Module, place: int, window: int | None, kwargs: dict, read: set[str]
 ) -> Iterator[str]:
     """What an attention module asks for beyond what our attention does, or asks for in its mask alone: the masks, which
-    are not built here, are made from the decoder's config, by the module's place among those that remember, and have
-    windows in some classes alone (`windows`)."""
+    are not built here, are made from the decoder's config, by the module's place among those that remember. Which of
+    its numbers they follow, and whether they have windows, what the forwards read says (`read`)."""
+    windows = any(name.startswith("create_") and ("sliding" in name or "masks_for" in name) for name in read)
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
     if unknown:
         yield f"it asks attention for {', '.join(unknown)}"
     if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):
         yield "its attention is not causal"
+    elif _BIDIRECTIONAL in read and getattr(config, _BIDIRECTIONAL, False):
+        yield f"its attention is not causal: {_BIDIRECTIONAL} of the config is {getattr(config, _BIDIRECTIONAL)}"
     layer_types = getattr(config, "layer_types", None)
     kind = layer_types[place] if layer_types and place < len(layer_types) else None
     if kind not in (None, "full_attention", "sliding_attention"):
