@@ -1,12 +1,17 @@
 """A refusal names all that is in the way at once, in words that say what to do."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from families import alone, config_of, sequences, tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 import vexact_ops as vx
@@ -158,6 +163,42 @@ def test_attention_to_what_follows_is_refused_wherever_it_was_asked_for():
         model.config.use_bidirectional_attention = True
         assert_bitwise(model(ids, use_cache=False).logits, before)
         vx.patch.hf(model).undo()
+
+
+def _quieter(module, query, key, value, mask, scaling=1.0, **kwargs):
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=0.3 * scaling, **kwargs)
+
+
+def _nothing(self, x, ids, weights):
+    return 0 * x
+
+
+@pytest.mark.parametrize("where", ["attention", "experts"])
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_an_implementation_of_ones_own_is_not_left_out(where, when, monkeypatch):
+    """Registered with transformers, it may compute anything: ours stood in its place, and nobody said so."""
+    registry, short, own = {
+        "attention": (ALL_ATTENTION_FUNCTIONS, "attn", _quieter),
+        "experts": (ALL_EXPERTS_FUNCTIONS, "experts", functools.partial(_nothing)),
+    }[where]
+    monkeypatch.setitem(registry._global_mapping, "own", own)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "own", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model, ids, name = tiny("qwen3_moe"), torch.arange(12)[None], f"_{short}_implementation"
+    said = f"its implementation of {where} is test_hf_refusals._.*, registered as 'own': .* set {name} of the config"
+    before = model(ids, use_cache=False).logits
+    if when == "before":
+        setattr(model.config, name, "own")
+        assert not torch.allclose(model(ids, use_cache=False).logits, before, atol=0.1)
+        with pytest.raises(vx.patch.UnsupportedModule, match=said):
+            vx.patch.hf(model)
+        setattr(model.config, name, "eager")
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids)
+        setattr(model.config, name, {"attention": "sdpa", "experts": "grouped_mm"}[where])
+        assert_bitwise(handle.logprobs(ids), expected)
+        setattr(model.config, name, "own")
+        with pytest.raises(vx.patch.UnsupportedModule, match=said):
+            handle.logprobs(ids)
 
 
 def _other_config(path: str, **numbers):

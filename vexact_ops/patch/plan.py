@@ -155,6 +155,7 @@ _OF_NO_BIT |= {"use_cache", "output_hidden_states", "return_dict", "tie_word_emb
 _OF_NO_BIT |= {"forward"}  # a layer's may be set, and taken back, by a patch itself; others' is looked for elsewhere
 # What forwards and masks take from a config, whatever it is there at first.
 _OF_FORWARDS = {"logits_scaling", "final_logit_softcapping", "output_router_logits", "sliding_window", "is_causal"}
+_IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"  # by name, of a registry
 _BIDIRECTIONAL = "use_bidirectional_attention"  # and in the masks of a class that reads it
 # By which a forward may choose what it computes, and which of them it calls.
 _CHOICES = (int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType, functools.partial)
@@ -172,7 +173,8 @@ def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
         kinds = (int, float, bool, list)
         names = {n for n, v in vars(config).items() if type(v) in kinds and not n.endswith("_token_id")}
         names = names - _OF_NO_BIT | _OF_FORWARDS
-        holders += [(vars(config), name) for name in sorted(names) if not name.startswith("_")]
+        names = [name for name in sorted(names) if not name.startswith("_")]
+        holders += [(vars(config), name) for name in (*names, *_IMPLEMENTATIONS)]
     for module in patch.model.modules():
         if not lora.is_peft(module):
             own = (n for n, value in vars(module).items() if n == "config" or isinstance(value, _CHOICES))
