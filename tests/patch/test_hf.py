@@ -377,6 +377,11 @@ def test_bad_batches_are_named():
             model(ids[:1, :0])
         with pytest.raises(ValueError, match="output_attentions"):
             model(ids, output_attentions=True)
+        model.config.output_attentions = True  # without the patch the output has them
+        with pytest.raises(ValueError, match="output_attentions: got True, of the call or of the config"):
+            model(ids)
+        model(ids, output_attentions=False)
+        model.config.output_attentions = False
         with pytest.raises(RuntimeError, match=r"autocast: .* float32 here"), torch.autocast("cpu", torch.bfloat16):
             model(ids)
         with pytest.raises(RuntimeError, match="call the patched model, not its layers"):

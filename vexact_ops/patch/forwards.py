@@ -102,8 +102,13 @@ def base_forward(
     size, device = given.shape[:2], given.device
     if given.dim() < 2 or not size.numel():
         raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (B, S) with at least one token")
-    if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions: got True, but attention weights are never formed")
+    attentions = kwargs.get("output_attentions")
+    if attentions is None and vexact_paged is None and patch.seen is None:  # else nobody would have them
+        attentions = getattr(self.config, "output_attentions", False)
+    if attentions:
+        raise ValueError(
+            "output_attentions: got True, of the call or of the config, but attention weights are never formed"
+        )
     axes = None
     if patch.vision is None:
         position_ids = batch.one_axis(position_ids)
@@ -326,6 +331,16 @@ def causal_forward(
     kwargs |= {name: value for name, value in of_images.items() if value is not None}
     if vexact_score is not None:
         prompt_learning.check(patch, "log-probabilities")
+        beside = {"labels": labels is not None, "skip_logits": skip_logits}
+        beside["logits_to_keep"] = not isinstance(logits_to_keep, int) or logits_to_keep != 0
+        if any(beside.values()):
+            names = ", ".join(name for name, given in beside.items() if given)
+            raise ValueError(f"vexact_score: got {names} beside it, expected it alone: its rows say what is wanted")
+        kwargs["output_attentions"] = kwargs.get("output_attentions") or False  # whatever the config says
+        begins = one_cache(cache, past_key_values) is None and not getattr(vexact_score, "counted", True)
+        if position_ids is not None and begins:
+            given = input_ids if input_ids is not None else inputs_embeds[..., 0]
+            _check_positions(patch, position_ids, given, attention_mask, kwargs.get("cu_seq_lens_q"))
     if labels is not None and patch.ulysses is not None:
         raise ValueError("labels: got some under sequence_parallel, expected vexact_score of each rank's own rows")
     if kwargs.pop("output_router_logits", None):
@@ -473,6 +488,23 @@ def score(patch, hidden: Tensor, target: Tensor, temperature: float | Tensor, re
         return vx.linear_logprobs(x, weight, target, temperature=temperature, **options)
 
     return through_head(patch, rows, whole.Then(of_rows, target, temperature))
+
+
+def _check_positions(
+    patch, position_ids: Tensor, given: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Log-probabilities are of sequences that count from 0, as an engine counts them. Of a packed row on a GPU, whose
+    numbers no forward waits for, and of ranks that share one, the caller knows. Shapes are the decoder's to judge."""
+    if patch.vision is not None or patch.ulysses is not None or torch.compiler.is_compiling():
+        return
+    positions = batch.one_axis(position_ids)
+    if positions.dim() != 2 or positions.shape[1] != given.shape[-1] or isinstance(positions, FakeTensor):
+        return
+    if cu_seqlens is not None:
+        if cu_seqlens.device.type == positions.device.type == "cpu":
+            batch.check_counts("vexact_score", positions, cu_seqlens, given.shape[-1])()
+    elif mask is None or mask.shape == given.shape:
+        batch.check_begins("vexact_score", positions, given, mask)
 
 
 def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:

@@ -299,16 +299,17 @@ class Handle:
             cu_seqlens = sent(cu_seqlens, ids.device)
         if of_text is not None and patch.vision is None and of_text.shape[1] == ids.shape[1]:
             if cu_seqlens is None:
-                check_begins(of_text, ids, attention_mask)
+                check_begins("logprobs", of_text, ids, attention_mask)
             else:
                 ends = bounds if of_text.device.type == "cpu" else cu_seqlens.to(of_text.device)
-                later.append(check_counts(of_text, ends, ids.numel()))
+                later.append(check_counts("logprobs", of_text, ends, ids.numel()))
         if isinstance(temperature, Tensor):
             if temperature.shape != input_ids.shape:
                 got, expected = tuple(temperature.shape), tuple(input_ids.shape)
                 raise ValueError(f"logprobs: temperature: got shape {got}, expected a number or {expected}")
             temperature = temperature.flatten()[index]
         asked = Score(ids.flatten()[index + 1], index, temperature, return_entropy, kept=True)
+        asked.counted = True
         # Through the model itself, as any forward: what wraps it (FSDP, hooks) gathers the output layer's weight there.
         values = patch.model(
             input_ids=ids,
