@@ -314,6 +314,20 @@ def test_several_rows_may_be_packed():
         assert_bitwise(got.flatten(), torch.cat([handle.logprobs(s) for s in seqs]))
 
 
+@pytest.mark.parametrize("keep", [3, torch.tensor([6, 1, 4]), torch.arange(7).flip(0)], ids=["last", "some", "turned"])
+def test_a_loss_of_the_logits_that_are_kept(keep):
+    """Labels may be as many as those are: of the rows that logits are of, in their order."""
+    model, ids = tiny("llama"), sequences((7,))[0][None]
+    labels = ids[:, -keep:] if isinstance(keep, int) else ids[:, keep]
+    for more in ({}, {"shift_labels": labels.roll(-1, 1)}):
+        stock = model(ids, labels=labels, logits_to_keep=keep, **more).loss
+        with vx.patch.hf(model):
+            out = model(ids, labels=labels, logits_to_keep=keep, **more)
+            torch.testing.assert_close(out.loss, stock, rtol=1e-5, atol=0)
+            lean = model(ids, labels=labels, logits_to_keep=keep, skip_logits=True, **more)
+            assert_bitwise(lean.loss, out.loss)
+
+
 def test_logits_to_keep_and_a_decoder_alone():
     model, seqs = tiny("qwen2"), sequences()
     with vx.patch.hf(model):

@@ -365,14 +365,16 @@ def causal_forward(
     hidden, logits, loss = out.last_hidden_state, None, None
     if vexact_score is not None:
         return _scores(patch, hidden, vexact_score)
+    kept = hidden[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
     if labels is None or not skip_logits:
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = logits_of(patch, hidden[:, keep])
+        logits = logits_of(patch, kept)
     if own_loss:
         kwargs |= for_loss
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-    elif labels is not None:
-        loss = _loss_of(patch, hidden, labels, **kwargs)
+    elif labels is not None:  # of the rows that are kept, as without the patch, or of all
+        targets = labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+        of_kept = targets.numel() == kept.shape[0] * kept.shape[1]
+        loss = _loss_of(patch, kept if of_kept else hidden, labels, **kwargs)
     out = CausalLMOutputWithPast(
         loss=loss,
         logits=logits,
@@ -450,6 +452,11 @@ def classifier_forward(
         if attention_mask is not None or size[0] != 1:
             raise ValueError("inputs_embeds: got a batch, expected one row, or input_ids, which tell padding")
         input_ids, pad = torch.zeros(size, dtype=torch.int64, device=hidden.device), None
+    if pad is None and attention_mask is None and size[0] > 1 and patch.seen is None:
+        raise ValueError(
+            "input_ids: got several rows, but the config has no pad_token_id to tell padding by: set one, or give an "
+            "attention_mask of ones"
+        )
     if pad is None and attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError("attention_mask: got padding, but the config has no pad_token_id to tell it by: set one")
     if cu_seq_lens_q is not None:
