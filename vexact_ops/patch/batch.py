@@ -120,6 +120,11 @@ class Score:
         self.counted = False  # whether the caller has looked at where positions count from
         self.made: tuple[int, ...] = ()  # the ids of what the forward has returned, before hooks on the whole model
 
+    def checked(self) -> "Score":
+        """By a caller who has looked at where positions count from."""
+        self.counted = True
+        return self
+
 
 class Values(tuple):
     """What is returned for a Score where hooks are on the whole model that nobody has judged. Those that ask whether it

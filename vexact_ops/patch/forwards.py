@@ -181,8 +181,11 @@ def base_forward(
     if patch.packed:
         kwargs["cu_seq_lens_q"] = (layout.cu_q if vexact_paged is None else vexact_paged.cu_seqlens_q).detach()
         batch.give(kwargs["cu_seq_lens_q"], layout)
+    if patch.own_masks and alone in ("sequence_parallel", "vexact_paged"):
+        raise ValueError(f"{alone}: got a batch that attention does not know which is not covered and stays stock")
     # Of four dimensions: transformers takes it for a mask that is ready, and builds none.
     mask = torch.empty(1, 1, 1, 1, dtype=torch.bool if patch.by_mask else torch.float32, device=device)
+    mask = attention_mask if patch.own_masks else mask
     if patch.by_mask or patch.seen is not None:
         batch.give(mask, layout)
     if patch.vision is not None:

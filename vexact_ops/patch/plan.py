@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .._core.backend import BackendUnavailable
-from . import audit, lora, pieces
+from . import audit, lora, mixture, pieces
 from .description import Pages
 from .pieces import NotCovered
 from .recognise import INNER, Facts, Keep, Replace, cache_name, check_own_forward, recognise
@@ -98,10 +98,42 @@ def find(patch: "Patch") -> None:
         else:
             placed |= _write(patch, path, module, answer)
             layouts |= {answer.tables} - {None} if isinstance(answer, Replace) else set()
+    patch.tables = layouts or {""}
     if len(layouts) > 1:
         patch.refuse("", model, "its rotary tables are laid out in another way than its attention takes them")
     if patch.options["latent"] and not any(row.note == "latent" for row in patch.report):
         patch.refuse("", model, "latent: no attention of it is latent")
+
+
+def leave_stock(patch: "Patch") -> None:
+    """Of a patch that is not strict: what is refused computes what it did. Attention that only a run has shown to ask
+    for something else is taken back, and whatever stays stock and takes a mask gets the model's own; of the output
+    layer and the forward around it both are taken back, for one calls the other in a way of ours.
+
+    raises   UnsupportedModule where what stays stock would be given what it does not know: experts an aligned router's
+             choice, attention tables in our layout, or no mask, where layers are told of the batch by that alone
+    """
+    modules = dict(patch.model.named_modules())
+    refused = {path: modules[path] for path, _, _ in patch.problems}
+    whole = {id(patch.model), *patch.heads} - {id(patch.base)}
+    back = {id(module) for module in refused.values() if pieces.is_attention(module)}
+    patch.headless = not whole.isdisjoint(map(id, refused.values()))
+    if patch.headless:
+        back |= whole
+    for change in [change for change in patch.changes if id(change.module) in back]:
+        patch.take_back(change)
+    paths = {path for path, module in modules.items() if id(module) in back}
+    patch.report = type(patch.report)(row for row in patch.report if row.path not in paths or not row.replacement)
+    within = [module for module in refused.values() if module is not patch.model and module is not patch.base]
+    patch.own_masks = any(map(_takes_masks, within))
+    untold = patch.own_masks and (patch.by_mask or patch.tables != {""})
+    if untold or any(map(mixture.is_experts, within)):
+        refuse_problems(patch)
+
+
+def _takes_masks(module: nn.Module) -> bool:
+    takes = inspect.signature(pieces.class_of(module).forward).parameters.values()
+    return any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in takes)
 
 
 def around_the_whole(patch: "Patch") -> tuple[int, ...]:

@@ -117,6 +117,9 @@ class Patch:
         self.scale, self.softcap = 1.0, None
         self.cache = forwards.CACHES[0]  # by which name the decoder's own forward takes one
         self.lax = False  # whether arguments that no forward knows go by, if they are no cache
+        self.own_masks = False  # whether attention that stays stock wants the model's own masks
+        self.tables: set[str] = set()  # in which layouts rotary tables are made or taken
+        self.headless = False  # whether the output layer, or the forward around it, stays stock
         self.by_mask = False  # whether the layout comes to attention with the mask alone
         self.vision = None  # of a model of images: vision.Vision
         self.states = False  # whether layers have a state, which no cache of transformers holds
@@ -165,6 +168,8 @@ class Patch:
                     plan.check_runs(self)
                 if self.strict:
                     plan.refuse_problems(self)
+                elif audited:
+                    plan.leave_stock(self)
             except BaseException:
                 self.revert()
                 raise
@@ -435,6 +440,11 @@ class Patch:
         ACTIVE.add(self)
         if self.loss:
             self.model.__dict__["_loss_function"] = forwards.aligned_loss
+
+    def take_back(self, change: _Change) -> None:
+        """One of those that have been applied."""
+        self.changes.remove(change)
+        del change.module.__dict__[change.name], change.module.__dict__["_vexact"]
 
     def revert(self) -> None:
         layer.unfuse(self.fused or ())
