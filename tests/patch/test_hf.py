@@ -450,6 +450,13 @@ def test_a_cache_of_fixed_size_is_refused():
     model, seqs = tiny("llama"), sequences()
     with vx.patch.hf(model), pytest.raises(ValueError, match="use a DynamicCache"):
         model(seqs[0][None], past_key_values=StaticCache(config=model.config, max_cache_len=32))
+    for name in ("llama", "gemma2"):  # whose masks are several
+        model = tiny(name)
+        said = (
+            r"attention_mask: got .*, expected padding .*: no mask that is ready, which generate\(\) makes for a cache"
+        )
+        with vx.patch.hf(model), pytest.raises(ValueError, match=said):
+            model.generate(seqs[0][None], max_new_tokens=2, cache_implementation="static", do_sample=False)
 
 
 # what else a model goes through

@@ -154,7 +154,11 @@ def base_forward(
     elif attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != (size[0], past + size[1]):
             got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(f"attention_mask: got {got}, expected padding of shape ({size[0]}, {past + size[1]})")
+            ready = not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2
+            raise ValueError(
+                f"attention_mask: got {got}, expected padding of shape ({size[0]}, {past + size[1]})"
+                + (": no mask that is ready, which generate() makes for a cache of a fixed size too" if ready else "")
+            )
         layout, position_ids = batch.padded(attention_mask.to(device), size[1], position_ids, **options)
     else:
         cu = None
