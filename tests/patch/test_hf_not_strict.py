@@ -86,6 +86,16 @@ def test_an_output_layer_that_stays_stock_forms_no_log_probabilities():
     assert_bitwise(alone(model, seqs), stock)
 
 
+def test_an_output_layer_that_stays_stock_hides_nothing_else():
+    """Called in our way it ended the run that shows what attention asks for: its window was left out."""
+    model, seqs = tiny("qwen3_moe", tie_word_embeddings=False), sequences((9, 4))
+    model.lm_head.bias, model.config.sliding_window = nn.Parameter(torch.randn(61)), 3
+    stock = alone(model, seqs)
+    with vx.patch.hf(model, strict=False) as handle:
+        assert "its mask has a window of 3" in str(handle.report())
+        torch.testing.assert_close(alone(model, seqs), stock, rtol=1e-3, atol=2e-4)
+
+
 def test_what_cannot_stay_stock_among_the_others_is_refused_all_the_same():
     """Tables in our layout, and a router's choice."""
     model = tiny("cohere2")

@@ -105,30 +105,39 @@ def find(patch: "Patch") -> None:
         patch.refuse("", model, "latent: no attention of it is latent")
 
 
+def leave_head_stock(patch: "Patch") -> None:
+    """Of a patch that is not strict, before it is tried: where the output layer or the forward around it is refused,
+    both compute what they did, for one calls the other in a way of ours."""
+    whole = {id(patch.model), *patch.heads} - {id(patch.base)}
+    modules = dict(patch.model.named_modules())
+    patch.headless = any(id(modules[path]) in whole for path, _, _ in patch.problems)
+    if patch.headless:
+        _take_back(patch, whole)
+
+
 def leave_stock(patch: "Patch") -> None:
-    """Of a patch that is not strict: what is refused computes what it did. Attention that only a run has shown to ask
-    for something else is taken back, and whatever stays stock and takes a mask gets the model's own; of the output
-    layer and the forward around it both are taken back, for one calls the other in a way of ours.
+    """And once it has been: attention that only a run has shown to ask for something else is taken back too, and
+    whatever stays stock and takes a mask gets the model's own.
 
     raises   UnsupportedModule where what stays stock would be given what it does not know: experts an aligned router's
              choice, attention tables in our layout, or no mask, where layers are told of the batch by that alone
     """
     modules = dict(patch.model.named_modules())
-    refused = {path: modules[path] for path, _, _ in patch.problems}
-    whole = {id(patch.model), *patch.heads} - {id(patch.base)}
-    back = {id(module) for module in refused.values() if pieces.is_attention(module)}
-    patch.headless = not whole.isdisjoint(map(id, refused.values()))
-    if patch.headless:
-        back |= whole
-    for change in [change for change in patch.changes if id(change.module) in back]:
-        patch.take_back(change)
-    paths = {path for path, module in modules.items() if id(module) in back}
-    patch.report = type(patch.report)(row for row in patch.report if row.path not in paths or not row.replacement)
-    within = [module for module in refused.values() if module is not patch.model and module is not patch.base]
+    refused = [modules[path] for path, _, _ in patch.problems]
+    _take_back(patch, {id(module) for module in refused if pieces.is_attention(module)})
+    within = [module for module in refused if module is not patch.model and module is not patch.base]
     patch.own_masks = any(map(_takes_masks, within))
     untold = patch.own_masks and (patch.by_mask or patch.tables != {""})
     if untold or any(map(mixture.is_experts, within)):
         refuse_problems(patch)
+
+
+def _take_back(patch: "Patch", modules: set[int]) -> None:
+    """What was changed about these modules, by their ids."""
+    for change in [change for change in patch.changes if id(change.module) in modules]:
+        patch.take_back(change)
+    paths = {path for path, module in patch.model.named_modules() if id(module) in modules}
+    patch.report = type(patch.report)(row for row in patch.report if row.path not in paths or not row.replacement)
 
 
 def _takes_masks(module: nn.Module) -> bool:

@@ -164,6 +164,8 @@ class Patch:
             self.hung, self.judged = plan.around_the_whole(self), set(self.model._forward_hooks)
             self.apply()
             try:
+                if audited and not self.strict:
+                    plan.leave_head_stock(self)
                 if audited:
                     plan.check_runs(self)
                 if self.strict:
