@@ -98,6 +98,8 @@ def test_batches_and_packed_rows_have_the_scores_of_a_row_alone(of_trainer):
         if model.config.pad_token_id is None:
             with pytest.raises(ValueError, match="attention_mask: got padding, but the config has no pad_token_id"):
                 model(input_ids=padded, attention_mask=mask)
+            with pytest.raises(ValueError, match="input_ids: got several rows, but the config has no pad_token_id"):
+                model(input_ids=padded)  # as without the patch
         else:
             assert_bitwise(model(input_ids=padded, attention_mask=mask).logits, expected)
             left = padded.clone()

@@ -314,6 +314,20 @@ def test_several_rows_may_be_packed():
         assert_bitwise(got.flatten(), torch.cat([handle.logprobs(s) for s in seqs]))
 
 
+@pytest.mark.parametrize("keep", [3, torch.tensor([6, 1, 4]), torch.arange(7).flip(0)], ids=["last", "some", "turned"])
+def test_a_loss_of_the_logits_that_are_kept(keep):
+    """Labels may be as many as those are: of the rows that logits are of, in their order."""
+    model, ids = tiny("llama"), sequences((7,))[0][None]
+    labels = ids[:, -keep:] if isinstance(keep, int) else ids[:, keep]
+    for more in ({}, {"shift_labels": labels.roll(-1, 1)}):
+        stock = model(ids, labels=labels, logits_to_keep=keep, **more).loss
+        with vx.patch.hf(model):
+            out = model(ids, labels=labels, logits_to_keep=keep, **more)
+            torch.testing.assert_close(out.loss, stock, rtol=1e-5, atol=0)
+            lean = model(ids, labels=labels, logits_to_keep=keep, skip_logits=True, **more)
+            assert_bitwise(lean.loss, out.loss)
+
+
 def test_logits_to_keep_and_a_decoder_alone():
     model, seqs = tiny("qwen2"), sequences()
     with vx.patch.hf(model):
@@ -377,6 +391,11 @@ def test_bad_batches_are_named():
             model(ids[:1, :0])
         with pytest.raises(ValueError, match="output_attentions"):
             model(ids, output_attentions=True)
+        model.config.output_attentions = True  # without the patch the output has them
+        with pytest.raises(ValueError, match="output_attentions: got True, of the call or of the config"):
+            model(ids)
+        model(ids, output_attentions=False)
+        model.config.output_attentions = False
         with pytest.raises(RuntimeError, match=r"autocast: .* float32 here"), torch.autocast("cpu", torch.bfloat16):
             model(ids)
         with pytest.raises(RuntimeError, match="call the patched model, not its layers"):
@@ -431,6 +450,13 @@ def test_a_cache_of_fixed_size_is_refused():
     model, seqs = tiny("llama"), sequences()
     with vx.patch.hf(model), pytest.raises(ValueError, match="use a DynamicCache"):
         model(seqs[0][None], past_key_values=StaticCache(config=model.config, max_cache_len=32))
+    for name in ("llama", "gemma2"):  # whose masks are several
+        model = tiny(name)
+        said = (
+            r"attention_mask: got .*, expected padding .*: no mask that is ready, which generate\(\) makes for a cache"
+        )
+        with vx.patch.hf(model), pytest.raises(ValueError, match=said):
+            model.generate(seqs[0][None], max_new_tokens=2, cache_implementation="static", do_sample=False)
 
 
 # what else a model goes through

@@ -150,6 +150,38 @@ def test_positions_that_no_engine_has_are_refused():
             handle.logprobs(padded, attention_mask=mask, position_ids=torch.arange(5).expand(3, 5))
 
 
+def test_positions_that_no_engine_has_are_refused_of_a_score_too():
+    """As a trainer asks that wraps the model."""
+    model, seqs = tiny("llama"), sequences((3, 4, 5))
+    (ids, cu, positions), (padded, mask) = pack(seqs), pad(seqs, "left")
+    row, rows = vx.patch.Score(ids[0].roll(-1)), vx.patch.Score(padded.flatten().roll(-1))
+    with vx.patch.hf(model):
+        (expected,) = model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=row)
+        for how in ({"cu_seq_lens_q": cu, "position_ids": positions}, {"position_ids": positions}):
+            assert_bitwise(model(ids, use_cache=False, vexact_score=row, **how), (expected,))
+        counted = (mask.cumsum(1) - 1).clamp(min=0)
+        for how in ({}, {"position_ids": counted}):
+            model(padded, attention_mask=mask, use_cache=False, vexact_score=rows, **how)
+        for others in (torch.arange(12)[None], positions + 1):
+            with pytest.raises(ValueError, match="vexact_score: position_ids: got others than 0, 1, 2"):
+                model(ids, cu_seq_lens_q=cu, position_ids=others, use_cache=False, vexact_score=row)
+        with pytest.raises(ValueError, match="vexact_score: position_ids: got a sequence that begins at 1, expected 0"):
+            model(ids, position_ids=positions + 1, use_cache=False, vexact_score=row)
+        with pytest.raises(ValueError, match="vexact_score: position_ids: got a sequence that begins at 2, expected 0"):
+            model(padded, attention_mask=mask, position_ids=torch.arange(5)[None], use_cache=False, vexact_score=rows)
+        model.config.output_attentions = True  # nobody would have them
+        assert_bitwise(model(ids, cu_seq_lens_q=cu, use_cache=False, vexact_score=row), (expected,))
+
+
+@pytest.mark.parametrize("more", [{"labels": 1}, {"logits_to_keep": 2}, {"skip_logits": True}], ids=str)
+def test_what_says_otherwise_what_is_wanted_is_refused_beside_a_score(more):
+    """It would be passed over, and the caller would take rows for others."""
+    model, ids = tiny("llama"), sequences((5,))[0][None]
+    more = {name: ids if name == "labels" else value for name, value in more.items()}
+    with vx.patch.hf(model), pytest.raises(ValueError, match=f"vexact_score: got {next(iter(more))} beside it"):
+        model(ids, vexact_score=vx.patch.Score(ids[0]), **more)
+
+
 class _Reads(TorchDispatchMode):
     """What is done, in its order: an answer that the host reads, or a forward's op."""
 

@@ -569,19 +569,6 @@ def test_not_a_decoder():
         vx.patch.hf(model)
 
 
-def test_not_strict_leaves_what_is_not_covered_and_says_so():
-    model, seqs = tiny("llama"), sequences()
-    model.model.norm = nn.PReLU()
-    stock = alone(model, seqs)
-    with vx.patch.hf(model, strict=False) as handle:
-        notes = {r.path: r.note for r in handle.report()}
-        assert notes["model.norm"].startswith("NOT COVERED: no module of transformers")
-        torch.testing.assert_close(alone(model, seqs), stock, rtol=1e-4, atol=1e-4)
-        with pytest.raises(UnsupportedModule, match=r"model\.norm \(PReLU\)"):
-            vx.patch.hf(model)
-    assert_bitwise(alone(model, seqs), stock)
-
-
 def test_a_loss_of_your_own_is_kept():
     model, seqs = tiny("llama"), sequences()
     model.loss_function = mine = lambda logits, labels, vocab_size, **kwargs: logits.sum() * 0 + 7

@@ -1,9 +1,17 @@
 """A refusal names all that is in the way at once, in words that say what to do."""
 
+import copy
+import functools
+
 import pytest
 import torch
-from families import alone, sequences, tiny
+from families import alone, config_of, sequences, tiny
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 import vexact_ops as vx
@@ -51,8 +59,33 @@ def test_dropout_of_a_published_configuration_is_an_engines_no_trainers():
         assert_bitwise(alone(model, seqs), expected)
         assert "attention_dropout is 0.1" in refusal(model)  # a trainer's, of the same model
         assert_bitwise(alone(model, seqs), expected)
-        with pytest.raises(ValueError, match=r"dropout: got 0\.1, expected 0"):
+        with pytest.raises(ValueError, match=r"attention_dropout: got 0\.1 in training, expected 0"):
             model.train()(input_ids=seqs[0][None])
+
+
+@pytest.mark.parametrize(
+    "family, name, module",
+    [
+        ("biogpt", "hidden_dropout_prob", "BioGptModel: dropout"),
+        ("biogpt", "activation_dropout", "BioGptDecoderLayer: activation_dropout"),
+        ("biogpt", "layerdrop", "BioGptModel: layerdrop"),
+        ("starcoder2", "residual_dropout", "Starcoder2Attention: residual_dropout"),
+        ("mixtral", "router_jitter_noise", "MixtralSparseMoeBlock: jitter_noise"),
+    ],
+)
+def test_what_an_engine_passes_over_inside_a_forward_is_not_trained(family, name, module):
+    """Such a rate is no module's and comes to no attention: the stock forward that runs there would have dropped."""
+    config = config_of(family)
+    setattr(config, name, 0.3)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), sequences((5,))[0]
+    refused = refusal(model)
+    assert "0.3: a dropped value is not aligned, set it to 0" in refused or "aten.uniform_" in refused
+    with vx.patch.hf(model, training=False) as handle:
+        assert_bitwise(handle.logprobs(ids), handle.logprobs(ids))
+        model.train()
+        for call in (lambda: handle.logprobs(ids), lambda: model(ids[None])):
+            with pytest.raises(ValueError, match=rf"{module}: got 0\.3 in training, expected 0"):
+                call()
 
 
 def test_a_module_of_dropout_in_a_model_that_is_trained_after_all():
@@ -110,6 +143,115 @@ def test_what_masks_take_from_the_config_is_noticed_later_too():
                 handle.logprobs(ids)
             with pytest.raises(vx.patch.UnsupportedModule, match=said):
                 handle.revision()  # which an engine asks for before each step
+
+
+def test_attention_to_what_follows_is_refused_wherever_it_was_asked_for():
+    """Gemma 3 reads this in its masks, which are not built here: attention stayed causal, and nobody said so."""
+    said = r"its attention is not causal: use_bidirectional_attention of the config is True"
+    model, ids = tiny("gemma3_text"), torch.arange(12)[None]
+    with vx.patch.hf(model) as handle:
+        before = model(ids, use_cache=False).logits
+        model.config.use_bidirectional_attention = True
+        with pytest.raises(vx.patch.UnsupportedModule, match=said):
+            handle.logprobs(ids)
+    assert not torch.allclose(model(ids, use_cache=False).logits, before, atol=0.1)
+    with pytest.raises(vx.patch.UnsupportedModule, match=said):
+        vx.patch.hf(model)
+    for name in ("gemma", "gemma2"):  # of whose masks it is none of the numbers
+        model = tiny(name)
+        before = model(ids, use_cache=False).logits
+        model.config.use_bidirectional_attention = True
+        assert_bitwise(model(ids, use_cache=False).logits, before)
+        vx.patch.hf(model).undo()
+
+
+def _quieter(module, query, key, value, mask, scaling=1.0, **kwargs):
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=0.3 * scaling, **kwargs)
+
+
+def _nothing(self, x, ids, weights):
+    return 0 * x
+
+
+@pytest.mark.parametrize("where", ["attention", "experts"])
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_an_implementation_of_ones_own_is_not_left_out(where, when, monkeypatch):
+    """Registered with transformers, it may compute anything: ours stood in its place, and nobody said so."""
+    registry, short, own = {
+        "attention": (ALL_ATTENTION_FUNCTIONS, "attn", _quieter),
+        "experts": (ALL_EXPERTS_FUNCTIONS, "experts", functools.partial(_nothing)),
+    }[where]
+    monkeypatch.setitem(registry._global_mapping, "own", own)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "own", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model, ids, name = tiny("qwen3_moe"), torch.arange(12)[None], f"_{short}_implementation"
+    said = f"its implementation of {where} is test_hf_refusals._.*, registered as 'own': .* set {name} of the config"
+    before = model(ids, use_cache=False).logits
+    if when == "before":
+        setattr(model.config, name, "own")
+        assert not torch.allclose(model(ids, use_cache=False).logits, before, atol=0.1)
+        with pytest.raises(vx.patch.UnsupportedModule, match=said):
+            vx.patch.hf(model)
+        setattr(model.config, name, "eager")
+    with vx.patch.hf(model) as handle:
+        expected = handle.logprobs(ids)
+        setattr(model.config, name, {"attention": "sdpa", "experts": "grouped_mm"}[where])
+        assert_bitwise(handle.logprobs(ids), expected)
+        setattr(model.config, name, "own")
+        with pytest.raises(vx.patch.UnsupportedModule, match=said):
+            handle.logprobs(ids)
+
+
+def _other_config(path: str, **numbers):
+    def change(model):
+        module = model.get_submodule(path)
+        module.config = copy.deepcopy(module.config)
+        for name, value in numbers.items():
+            setattr(module.config, name, value)
+
+    return change
+
+
+def _set(path: str, **values):
+    return lambda model: vars(model.get_submodule(path)).update(values)
+
+
+@pytest.mark.parametrize(
+    "family, change, said",
+    [
+        ("cohere2", _set("", logit_scale=0.7), "it multiplies the logits by 0.7, which its config does not name"),
+        ("cohere2_moe", _set("model.layers.0.mlp.gate", expert_selection_fn="sigmoid"), r"mlp\.gate .*a router that"),
+        ("gemma2", _set("model.layers.0.mlp.act_fn", act=torch.tanh), r"mlp\.act_fn .* runs aten\.tanh"),
+        ("gpt_neox", _set("gpt_neox.layers.0.mlp.act", act=torch.tanh), r"mlp\.act .* runs aten\.tanh"),
+        (
+            "gpt_oss",
+            _set("model.layers.0.mlp.experts", _apply_gate=lambda x: x[..., ::2]),
+            r"mlp\.experts .* activation or form",
+        ),
+        (
+            "mistral",
+            _other_config("model", sliding_window=2),
+            "its mask has a window of 2, but it asks attention for 4",
+        ),
+        ("gemma2", _other_config("model", layer_types=["full_attention"] * 2), "its mask has a window of None"),
+        ("gemma2", _other_config("", final_logit_softcapping=1.0), None),
+        ("granite", _other_config("", logits_scaling=2.0), None),
+    ],
+)
+def test_what_a_forward_chooses_by_is_noticed_later_too(family, change, said):
+    """A number of the whole model, a name, a function, a method, another config: the stock forward follows each."""
+    stock, model, ids = tiny(family), tiny(family), torch.arange(12)[None]
+    with vx.patch.hf(model) as handle:
+        before = handle.logprobs(ids)
+        change(model)
+        if said is None:
+            change(stock)
+            follows = stock(ids, use_cache=False).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+            now = handle.logprobs(ids)[0, :-1]
+            torch.testing.assert_close(now, follows, rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(now, before[0, :-1], atol=1e-2)
+        else:
+            with pytest.raises(vx.patch.UnsupportedModule, match=said):
+                handle.logprobs(ids)
 
 
 def test_a_window_that_the_config_gets_later_is_the_description_s():

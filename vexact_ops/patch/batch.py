@@ -103,7 +103,7 @@ class Score:
     """
 
     # No dataclass: FSDP2 looks into those, and would round temperatures to the dtype that it casts inputs to.
-    __slots__ = "kept", "made", "return_entropy", "rows", "target", "temperature", "tokens", "values"
+    __slots__ = "counted", "kept", "made", "return_entropy", "rows", "target", "temperature", "tokens", "values"
 
     def __init__(
         self,
@@ -117,7 +117,13 @@ class Score:
         self.target, self.rows = target, rows
         self.temperature, self.return_entropy, self.tokens = temperature, return_entropy, tokens
         self.kept, self.values = kept, None
+        self.counted = False  # whether the caller has looked at where positions count from
         self.made: tuple[int, ...] = ()  # the ids of what the forward has returned, before hooks on the whole model
+
+    def checked(self) -> "Score":
+        """By a caller who has looked at where positions count from."""
+        self.counted = True
+        return self
 
 
 class Values(tuple):
@@ -341,7 +347,7 @@ def raise_later(wrong: Tensor, message: str) -> Callable[[], None]:
     return check
 
 
-def check_begins(position_ids: Tensor, ids: Tensor, mask: Tensor | None) -> None:
+def check_begins(op: str, position_ids: Tensor, ids: Tensor, mask: Tensor | None) -> None:
     """Each sequence counts from 0, as an engine counts it: from elsewhere its bits are others, in the last places."""
     place = position_ids.expand(ids.shape)
     first = torch.ones_like(place, dtype=torch.bool)
@@ -351,19 +357,19 @@ def check_begins(position_ids: Tensor, ids: Tensor, mask: Tensor | None) -> None
         first = tokens & (tokens.cumsum(1) == 1)
     if bool((place[first] != 0).any()):
         raise ValueError(
-            f"logprobs: position_ids: got a sequence that begins at {int(place[first].max())}, expected 0, from where "
+            f"{op}: position_ids: got a sequence that begins at {int(place[first].max())}, expected 0, from where "
             "an engine counts"
         )
 
 
-def check_counts(position_ids: Tensor, cu_seqlens: Tensor, tokens: int) -> Callable[[], None]:
+def check_counts(op: str, position_ids: Tensor, cu_seqlens: Tensor, tokens: int) -> Callable[[], None]:
     """The same of sequences whose bounds are known, to be called later. Zeros beyond are what padding may have."""
     place = position_ids.expand(1, tokens)
     expected = positions_of(cu_seqlens, tokens)
     return raise_later(
         ((place != expected) & (place != 0)).any(),
-        "logprobs: position_ids: got others than 0, 1, 2, ... in each of the sequences of cu_seqlens, expected those, "
-        "as an engine counts them, or None",
+        f"{op}: position_ids: got others than 0, 1, 2, ... in each of the sequences of cu_seqlens, expected those, as "
+        "an engine counts them, or None",
     )
 
 

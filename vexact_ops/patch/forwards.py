@@ -90,6 +90,7 @@ def base_forward(
     patch = self._vexact
     if not vexact_checked:
         patch.check()
+    patch.check_rates()
     of_images = {}
     if patch.vision is not None:
         of_images = {n: kwargs.pop(n) for n in (*images.ARGUMENTS, *images.VIDEOS, *images.MASKS) if n in kwargs}
@@ -101,8 +102,13 @@ def base_forward(
     size, device = given.shape[:2], given.device
     if given.dim() < 2 or not size.numel():
         raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (B, S) with at least one token")
-    if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions: got True, but attention weights are never formed")
+    attentions = kwargs.get("output_attentions")
+    if attentions is None and vexact_paged is None and patch.seen is None:  # else nobody would have them
+        attentions = getattr(self.config, "output_attentions", False)
+    if attentions:
+        raise ValueError(
+            "output_attentions: got True, of the call or of the config, but attention weights are never formed"
+        )
     axes = None
     if patch.vision is None:
         position_ids = batch.one_axis(position_ids)
@@ -148,7 +154,11 @@ def base_forward(
     elif attention_mask is not None:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != (size[0], past + size[1]):
             got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(f"attention_mask: got {got}, expected padding of shape ({size[0]}, {past + size[1]})")
+            ready = not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2
+            raise ValueError(
+                f"attention_mask: got {got}, expected padding of shape ({size[0]}, {past + size[1]})"
+                + (": no mask that is ready, which generate() makes for a cache of a fixed size too" if ready else "")
+            )
         layout, position_ids = batch.padded(attention_mask.to(device), size[1], position_ids, **options)
     else:
         cu = None
@@ -175,8 +185,11 @@ def base_forward(
     if patch.packed:
         kwargs["cu_seq_lens_q"] = (layout.cu_q if vexact_paged is None else vexact_paged.cu_seqlens_q).detach()
         batch.give(kwargs["cu_seq_lens_q"], layout)
+    if patch.own_masks and alone in ("sequence_parallel", "vexact_paged"):
+        raise ValueError(f"{alone}: got a batch that attention does not know which is not covered and stays stock")
     # Of four dimensions: transformers takes it for a mask that is ready, and builds none.
     mask = torch.empty(1, 1, 1, 1, dtype=torch.bool if patch.by_mask else torch.float32, device=device)
+    mask = attention_mask if patch.own_masks else mask
     if patch.by_mask or patch.seen is not None:
         batch.give(mask, layout)
     if patch.vision is not None:
@@ -325,6 +338,16 @@ def causal_forward(
     kwargs |= {name: value for name, value in of_images.items() if value is not None}
     if vexact_score is not None:
         prompt_learning.check(patch, "log-probabilities")
+        beside = {"labels": labels is not None, "skip_logits": skip_logits}
+        beside["logits_to_keep"] = not isinstance(logits_to_keep, int) or logits_to_keep != 0
+        if any(beside.values()):
+            names = ", ".join(name for name, given in beside.items() if given)
+            raise ValueError(f"vexact_score: got {names} beside it, expected it alone: its rows say what is wanted")
+        kwargs["output_attentions"] = kwargs.get("output_attentions") or False  # whatever the config says
+        begins = one_cache(cache, past_key_values) is None and not getattr(vexact_score, "counted", True)
+        if position_ids is not None and begins:
+            given = input_ids if input_ids is not None else inputs_embeds[..., 0]
+            _check_positions(patch, position_ids, given, attention_mask, kwargs.get("cu_seq_lens_q"))
     if labels is not None and patch.ulysses is not None:
         raise ValueError("labels: got some under sequence_parallel, expected vexact_score of each rank's own rows")
     if kwargs.pop("output_router_logits", None):
@@ -349,14 +372,16 @@ def causal_forward(
     hidden, logits, loss = out.last_hidden_state, None, None
     if vexact_score is not None:
         return _scores(patch, hidden, vexact_score)
+    kept = hidden[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
     if labels is None or not skip_logits:
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = logits_of(patch, hidden[:, keep])
+        logits = logits_of(patch, kept)
     if own_loss:
         kwargs |= for_loss
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-    elif labels is not None:
-        loss = _loss_of(patch, hidden, labels, **kwargs)
+    elif labels is not None:  # of the rows that are kept, as without the patch, or of all
+        targets = labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+        of_kept = targets.numel() == kept.shape[0] * kept.shape[1]
+        loss = _loss_of(patch, kept if of_kept else hidden, labels, **kwargs)
     out = CausalLMOutputWithPast(
         loss=loss,
         logits=logits,
@@ -434,6 +459,11 @@ def classifier_forward(
         if attention_mask is not None or size[0] != 1:
             raise ValueError("inputs_embeds: got a batch, expected one row, or input_ids, which tell padding")
         input_ids, pad = torch.zeros(size, dtype=torch.int64, device=hidden.device), None
+    if pad is None and attention_mask is None and size[0] > 1 and patch.seen is None:
+        raise ValueError(
+            "input_ids: got several rows, but the config has no pad_token_id to tell padding by: set one, or give an "
+            "attention_mask of ones"
+        )
     if pad is None and attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError("attention_mask: got padding, but the config has no pad_token_id to tell it by: set one")
     if cu_seq_lens_q is not None:
@@ -472,6 +502,23 @@ def score(patch, hidden: Tensor, target: Tensor, temperature: float | Tensor, re
         return vx.linear_logprobs(x, weight, target, temperature=temperature, **options)
 
     return through_head(patch, rows, whole.Then(of_rows, target, temperature))
+
+
+def _check_positions(
+    patch, position_ids: Tensor, given: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Log-probabilities are of sequences that count from 0, as an engine counts them. Of a packed row on a GPU, whose
+    numbers no forward waits for, and of ranks that share one, the caller knows. Shapes are the decoder's to judge."""
+    if patch.vision is not None or patch.ulysses is not None or torch.compiler.is_compiling():
+        return
+    positions = batch.one_axis(position_ids)
+    if positions.dim() != 2 or positions.shape[1] != given.shape[-1] or isinstance(positions, FakeTensor):
+        return
+    if cu_seqlens is not None:
+        if cu_seqlens.device.type == positions.device.type == "cpu":
+            batch.check_counts("vexact_score", positions, cu_seqlens, given.shape[-1])()
+    elif mask is None or mask.shape == given.shape:
+        batch.check_begins("vexact_score", positions, given, mask)
 
 
 def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:

@@ -299,16 +299,16 @@ class Handle:
             cu_seqlens = sent(cu_seqlens, ids.device)
         if of_text is not None and patch.vision is None and of_text.shape[1] == ids.shape[1]:
             if cu_seqlens is None:
-                check_begins(of_text, ids, attention_mask)
+                check_begins("logprobs", of_text, ids, attention_mask)
             else:
                 ends = bounds if of_text.device.type == "cpu" else cu_seqlens.to(of_text.device)
-                later.append(check_counts(of_text, ends, ids.numel()))
+                later.append(check_counts("logprobs", of_text, ends, ids.numel()))
         if isinstance(temperature, Tensor):
             if temperature.shape != input_ids.shape:
                 got, expected = tuple(temperature.shape), tuple(input_ids.shape)
                 raise ValueError(f"logprobs: temperature: got shape {got}, expected a number or {expected}")
             temperature = temperature.flatten()[index]
-        asked = Score(ids.flatten()[index + 1], index, temperature, return_entropy, kept=True)
+        asked = Score(ids.flatten()[index + 1], index, temperature, return_entropy, kept=True).checked()
         # Through the model itself, as any forward: what wraps it (FSDP, hooks) gathers the output layer's weight there.
         values = patch.model(
             input_ids=ids,
@@ -364,14 +364,15 @@ class Handle:
 
     def _check_head(self, op: str) -> None:
         self._check()
-        if self._patch.classifies and op in ("logprobs", "score"):
-            name = type(self._patch.model).__name__
-            raise ValueError(f"{op}: {name} scores sequences, and has no log-probabilities: call the model")
-        if self._patch.head is None:
-            name = type(self._patch.model).__name__
-            raise ValueError(
-                f"{op}: {name} has no output layer, expected a causal language model: load it with AutoModelForCausalLM"
-            )
+        patch, why = self._patch, None
+        if patch.classifies and op in ("logprobs", "score"):
+            why = "scores sequences, and has no log-probabilities: call the model"
+        elif patch.headless:
+            why = "keeps its output layer, or the forward around it, stock: the report says why"
+        elif patch.head is None:
+            why = "has no output layer, expected a causal language model: load it with AutoModelForCausalLM"
+        if why:
+            raise ValueError(f"{op}: {type(patch.model).__name__} {why}")
 
     def _check(self) -> None:
         if not self._active:
@@ -430,7 +431,7 @@ def hf(
                 alone, in PEFT's wrapper or not; nothing else is touched, not its class, its config or any registry, so
                 other models of the same class stay stock
     strict      refuse a model that holds anything whose bits could depend on the batch; False leaves such modules
-                stock, says so in the report, and keeps no promise
+                stock (attention with its own masks), says so in the report, and promises nothing
     kv_segment  cut attention's keys at multiples of this many (see attention_varlen): declare it on both sides
     latent      keep latent attention (DeepSeek, Moonlight) compressed: one key head of kv_lora_rank + rope, and values
                 that are its first kv_lora_rank, in training as in a paged cache. Other bits than the expanded form, a

@@ -357,6 +357,26 @@ def is_attention(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
+_PLAIN = "transformers", "veomni", "vexact_ops", "kernels"  # whose implementations compute what ours do
+
+
+def check_implementation(module: nn.Module, kind: str, registry) -> None:
+    """That what the module's config chooses ("attention" or "experts") is no function of the caller's own: it may
+    compute anything, and ours would stand in its place. A name with a slash is a kernel's of the Hub."""
+    of_config = f"_{'attn' if kind == 'attention' else kind}_implementation"
+    name = getattr(getattr(module, "config", None), of_config, None)
+    function = None if registry is None or name is None or "/" in name else registry.get(name)
+    while isinstance(function, functools.partial):
+        function = function.func
+    where = getattr(function, "__module__", None) or type(function).__module__
+    if function is not None and where.partition(".")[0] not in _PLAIN:
+        called = getattr(function, "__qualname__", type(function).__qualname__)
+        raise NotCovered(
+            f"its implementation of {kind} is {where}.{called}, registered as {name!r}: an aligned op would stand in "
+            f"its place, whatever it computes: set {of_config} of the config to 'eager' if that is plain {kind}"
+        )
+
+
 class Interface:
     """Stands where transformers' registry of attention functions stands, in the patched module's code alone."""
 
@@ -506,15 +526,14 @@ def rotation(form: str, part: bool) -> Callable:
 
 
 def identity_forward(self, input):
-    if self.training and self.p > 0:
+    if self.training and self.p > 0 and not self._vexact.trains:
         refuse_training(self, "p", self.p)
     return input
 
 
 def refuse_training(module: nn.Module, name: str, value: float) -> None:
     """What a patch for an engine has passed over, in a model that is trained after all."""
-    if not module._vexact.trains:
-        raise ValueError(
-            f"{type(module).__name__}: {name}: got {value} in training, expected 0: the model was patched with "
-            "training=False, as an engine does; a dropped value is not aligned"
-        )
+    raise ValueError(
+        f"{type(module).__name__}: {name}: got {value} in training, expected 0: the model was patched with "
+        "training=False, as an engine does; a dropped value is not aligned"
+    )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .._core.backend import BackendUnavailable
-from . import audit, lora, pieces
+from . import audit, lora, mixture, pieces
 from .description import Pages
 from .pieces import NotCovered
 from .recognise import INNER, Facts, Keep, Replace, cache_name, check_own_forward, recognise
@@ -98,10 +98,51 @@ def find(patch: "Patch") -> None:
         else:
             placed |= _write(patch, path, module, answer)
             layouts |= {answer.tables} - {None} if isinstance(answer, Replace) else set()
+    patch.tables = layouts or {""}
     if len(layouts) > 1:
         patch.refuse("", model, "its rotary tables are laid out in another way than its attention takes them")
     if patch.options["latent"] and not any(row.note == "latent" for row in patch.report):
         patch.refuse("", model, "latent: no attention of it is latent")
+
+
+def leave_head_stock(patch: "Patch") -> None:
+    """Of a patch that is not strict, before it is tried: where the output layer or the forward around it is refused,
+    both compute what they did, for one calls the other in a way of ours."""
+    whole = {id(patch.model), *patch.heads} - {id(patch.base)}
+    modules = dict(patch.model.named_modules())
+    patch.headless = any(id(modules[path]) in whole for path, _, _ in patch.problems)
+    if patch.headless:
+        _take_back(patch, whole)
+
+
+def leave_stock(patch: "Patch") -> None:
+    """And once it has been: attention that only a run has shown to ask for something else is taken back too, and
+    whatever stays stock and takes a mask gets the model's own.
+
+    raises   UnsupportedModule where what stays stock would be given what it does not know: experts an aligned router's
+             choice, attention tables in our layout, or no mask, where layers are told of the batch by that alone
+    """
+    modules = dict(patch.model.named_modules())
+    refused = [modules[path] for path, _, _ in patch.problems]
+    _take_back(patch, {id(module) for module in refused if pieces.is_attention(module)})
+    within = [module for module in refused if module is not patch.model and module is not patch.base]
+    patch.own_masks = any(map(_takes_masks, within))
+    untold = patch.own_masks and (patch.by_mask or patch.tables != {""})
+    if untold or any(map(mixture.is_experts, within)):
+        refuse_problems(patch)
+
+
+def _take_back(patch: "Patch", modules: set[int]) -> None:
+    """What was changed about these modules, by their ids."""
+    for change in [change for change in patch.changes if id(change.module) in modules]:
+        patch.take_back(change)
+    paths = {path for path, module in patch.model.named_modules() if id(module) in modules}
+    patch.report = type(patch.report)(row for row in patch.report if row.path not in paths or not row.replacement)
+
+
+def _takes_masks(module: nn.Module) -> bool:
+    takes = inspect.signature(pieces.class_of(module).forward).parameters.values()
+    return any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in takes)
 
 
 def around_the_whole(patch: "Patch") -> tuple[int, ...]:
@@ -151,30 +192,44 @@ def _write(patch: "Patch", path: str, module: nn.Module, answer: Replace | Keep)
 
 
 _OF_NO_BIT = {"training", "gradient_checkpointing", "name_or_path", "in_features", "out_features", "architectures"}
+_OF_NO_BIT |= {"use_cache", "output_hidden_states", "return_dict", "tie_word_embeddings", "is_decoder"}
+_OF_NO_BIT |= {"forward"}  # a layer's may be set, and taken back, by a patch itself; others' is looked for elsewhere
 # What forwards and masks take from a config, whatever it is there at first.
 _OF_FORWARDS = {"logits_scaling", "final_logit_softcapping", "output_router_logits", "sliding_window", "is_causal"}
+_IMPLEMENTATIONS = "_attn_implementation_internal", "_experts_implementation_internal"  # by name, of a registry
+_BIDIRECTIONAL = "use_bidirectional_attention"  # and in the masks of a class that reads it
+# By which a forward may choose what it computes, and which of them it calls.
+_CHOICES = (int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType, functools.partial)
 
 
 def numbers(patch: "Patch") -> tuple[list[dict], list[str], list]:
     """Where numbers stand that a forward, or who has read its description, may have from the time of the patch, their
-    names, and what they were: those of the decoder's modules (an epsilon, a window, top_k) and of its config, lists
-    (layer_types) too. So do parameters and buffers that are None, a bias that a module does not have, of all modules.
+    names, and what they were: those of the modules (an epsilon, a window, top_k), with names and functions that they
+    choose by, and of the config, lists (layer_types) too; and the configs themselves. So do parameters and buffers that
+    are None, a bias that a module does not have.
     """
     holders = []
     configs = patch.model.config, patch.base.config, patch.base.config.get_text_config()
     for config in {id(config): config for config in configs}.values():
-        names = {n for n, v in vars(config).items() if type(v) in (int, float, list) and not n.endswith("_token_id")}
+        kinds = (int, float, bool, list)
+        names = {n for n, v in vars(config).items() if type(v) in kinds and not n.endswith("_token_id")}
         names = names - _OF_NO_BIT | _OF_FORWARDS
-        holders += [(vars(config), name) for name in sorted(names) if not name.startswith("_")]
-    for module in patch.base.modules():
+        names = [name for name in sorted(names) if not name.startswith("_")]
+        holders += [(vars(config), name) for name in (*names, *_IMPLEMENTATIONS)]
+    for module in patch.model.modules():
         if not lora.is_peft(module):
-            own = (name for name, value in vars(module).items() if value is None or isinstance(value, int | float))
+            own = (n for n, value in vars(module).items() if n == "config" or isinstance(value, _CHOICES))
             holders += [(vars(module), n) for n in own if n not in _OF_NO_BIT and not n.startswith("_")]
     for module in patch.model.modules():
         for store in (module._parameters, module._buffers):
             holders += [(store, name) for name, tensor in store.items() if tensor is None]
     values = [h.get(n) for h, n in holders]
     return [h for h, _ in holders], [n for _, n in holders], [list(v) if type(v) is list else v for v in values]
+
+
+def own_methods(module: nn.Module) -> list[str]:
+    """What stands on this very module in the place of methods of its class, forward apart."""
+    return [n for n in vars(module) if n != "forward" and callable(getattr(type(module), n, None))]
 
 
 def tensors(model: nn.Module) -> list[tuple]:
@@ -194,17 +249,28 @@ def around_attention(patch: "Patch") -> list[nn.Module]:
     return [modules[path] for path in sorted(paths - {""})]
 
 
-def _drops(module: nn.Module) -> list[str]:
-    """What a module drops in training, and how not to."""
+def _rates(module: nn.Module, *words: str) -> dict[str, float]:
+    """Its numbers above 0 that have one of these words in their names."""
     if isinstance(module, nn.Dropout):
-        found = {"p": module.p} if module.p > 0 else {}
-    else:
-        found = {n: v for n, v in vars(module).items() if "dropout" in n and isinstance(v, float) and v > 0}
+        return {"p": module.p} if module.p > 0 else {}
+    named = {n: v for n, v in vars(module).items() if isinstance(v, float) and v > 0}
+    return {n: v for n, v in named.items() if any(word in n for word in words)}
+
+
+def _drops(module: nn.Module) -> list[str]:
+    """What a module drops in training (whole layers too: layerdrop), and how not to."""
     return [
         f"{name} is {value}: a dropped value is not aligned, set it to 0"
         + (f" (from_pretrained(..., {name}=0.0))" if hasattr(getattr(module, "config", None), name) else "")
-        for name, value in found.items()
+        for name, value in _rates(module, "dropout", "layerdrop").items()
     ]
+
+
+def passed_over(patch: "Patch") -> list[tuple[nn.Module, dict[str, float]]]:
+    """Of a patch that is not for training: modules that drop something in training, or add noise, and at which rates.
+    Some do so in the middle of their own forward, where no piece sees it."""
+    words, modules = ("dropout", "layerdrop", "noise"), () if patch.trains else patch.model.modules()
+    return [(module, rates) for module in modules if (rates := _rates(module, *words))]
 
 
 def check_runs(patch: "Patch") -> None:
@@ -234,14 +300,14 @@ def check_runs(patch: "Patch") -> None:
         _refuse_operations(patch, modules, path, f"runs {', '.join(sorted(operations))} outside the aligned ops")
     paths = {id(m): path for path, m in modules.items()}
     patch.attended = tuple(memory for _, _, memory in runs[0]) if runs else ()
-    windows = any(_masks_windows(module) for module in (patch.base, *around_attention(patch)))
+    read = set().union(*(_names_read(module) for module in (patch.base, *around_attention(patch))))
     for place, (module, asked, memory) in itertools.chain.from_iterable(map(enumerate, runs)):
         if not isinstance(memory, Pages):
             continue
         path = paths[id(module)]
         given = {**asked, "dropout": None} if path in refused else asked
         config = patch.base.config.get_text_config()
-        for reason in _attention_problems(config, module, place, memory.window, given, windows):
+        for reason in _attention_problems(config, module, place, memory.window, given, read):
             patch.refuse(path, modules[path], reason)
 
 
@@ -302,26 +368,28 @@ def _small_call(model: nn.Module, ids: Tensor, patch: "Patch"):
     return out
 
 
-def _masks_windows(module: nn.Module) -> bool:
-    """Whether its class makes masks that have windows."""
+def _names_read(module: nn.Module) -> set[str]:
+    """What the forward of its class calls and reads, by name."""
     codes = [inspect.unwrap(pieces.class_of(module).forward).__code__]
     for code in codes:  # some make each kind of mask in a lambda
         codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-    names = {name for code in codes for name in code.co_names}
-    return any(name.startswith("create_") and ("sliding" in name or "masks_for" in name) for name in names)
+    return {name for code in codes for name in code.co_names}
 
 
 def _attention_problems(
-    config, module: nn.Module, place: int, window: int | None, kwargs: dict, windows: bool
+    config, module: nn.Module, place: int, window: int | None, kwargs: dict, read: set[str]
 ) -> Iterator[str]:
     """What an attention module asks for beyond what our attention does, or asks for in its mask alone: the masks, which
-    are not built here, are made from the decoder's config, by the module's place among those that remember, and have
-    windows in some classes alone (`windows`)."""
+    are not built here, are made from the decoder's config, by the module's place among those that remember. Which of
+    its numbers they follow, and whether they have windows, what the forwards read says (`read`)."""
+    windows = any(name.startswith("create_") and ("sliding" in name or "masks_for" in name) for name in read)
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
     if unknown:
         yield f"it asks attention for {', '.join(unknown)}"
     if not getattr(module, "is_causal", True) or not getattr(config, "is_causal", True):
         yield "its attention is not causal"
+    elif _BIDIRECTIONAL in read and getattr(config, _BIDIRECTIONAL, False):
+        yield f"its attention is not causal: {_BIDIRECTIONAL} of the config is {getattr(config, _BIDIRECTIONAL)}"
     layer_types = getattr(config, "layer_types", None)
     kind = layer_types[place] if layer_types and place < len(layer_types) else None
     if kind not in (None, "full_attention", "sliding_attention"):

@@ -4,6 +4,7 @@ Each piece is `recognise(module, facts) -> Replace | Keep | None`, and raises No
 and is not. Facts are what is known of the model before; plan.py writes the answers down.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -333,6 +334,7 @@ def tower(module: nn.Module, facts: Facts) -> Answer:
 def image_attention(module: nn.Module, facts: Facts) -> Answer:
     if not vision.is_image_attention(module):
         return None
+    _check_attention(module)
     forward = vision.image_attention_forward(pieces.class_of(module))
     return Replace(forward, "attention_varlen, rope", "not causal, by image")
 
@@ -355,9 +357,15 @@ def rotary_tables(module: nn.Module, facts: Facts) -> Answer:
     return Replace(forward, "rope_cos_sin", note, buffers=buffers, tables=layout)
 
 
+def _check_attention(module: nn.Module) -> None:
+    registry = inspect.unwrap(pieces.class_of(module).forward).__globals__.get("ALL_ATTENTION_FUNCTIONS")
+    pieces.check_implementation(module, "attention", registry)
+
+
 def attention(module: nn.Module, facts: Facts) -> Answer:
     if not pieces.is_attention(module):
         return None
+    _check_attention(module)
     names = pieces.cache_names(module)
     if facts.cache not in names and forwards.LAYERS_CACHE not in names:
         raise NotCovered(f"it takes a cache as {names[0]}, its decoder as {facts.cache}: it would not get one")
@@ -371,6 +379,8 @@ def attention(module: nn.Module, facts: Facts) -> Answer:
 def experts(module: nn.Module, facts: Facts) -> Answer:
     if not mixture.is_experts(module):
         return None
+    outer = inspect.getclosurevars(pieces.class_of(module).forward).nonlocals
+    pieces.check_implementation(module, "experts", outer.get("experts_interface"))
     forward, note = mixture.experts_forward(module)
     return Replace(forward, "fused_moe", note, computes=tuple(module.children()))
 

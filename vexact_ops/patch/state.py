@@ -20,7 +20,7 @@ from .._core.operator import watched
 from . import facts, forwards, layer, plan, prompt_learning, rotary, slots, whole
 from .describe import describe, read
 from .description import Decoder, Head, NotDescribed, Pages, State
-from .pieces import class_of, computes_itself
+from .pieces import class_of, computes_itself, refuse_training
 from .recognise import INNER
 from .report import table
 from .trace import hidden_states
@@ -117,6 +117,9 @@ class Patch:
         self.scale, self.softcap = 1.0, None
         self.cache = forwards.CACHES[0]  # by which name the decoder's own forward takes one
         self.lax = False  # whether arguments that no forward knows go by, if they are no cache
+        self.own_masks = False  # whether attention that stays stock wants the model's own masks
+        self.tables: set[str] = set()  # in which layouts rotary tables are made or taken
+        self.headless = False  # whether the output layer, or the forward around it, stays stock
         self.by_mask = False  # whether the layout comes to attention with the mask alone
         self.vision = None  # of a model of images: vision.Vision
         self.states = False  # whether layers have a state, which no cache of transformers holds
@@ -135,6 +138,9 @@ class Patch:
         self.hung: tuple[int, ...] = ()  # hooks on the whole model
         self.judged: set[int] = set()  # those on what it returns
         self.modules: list[nn.Module] = []  # whose own forward does not run
+        self.owns: list[dict] = []  # what those hold of their own, and how much that is
+        self.lengths: list[int] = []
+        self.methods: list[list[str]] = []  # of it what stands for a method of their class
         self.classes: list[type] = []  # of them
         self.plain: list[type] = []  # and what FSDP2 has made those of
         self.tree: tuple[list, list, list] = [], [], []
@@ -144,6 +150,7 @@ class Patch:
         self.buffers: list[_Buffer] = []
         self.frequencies: list[list] = []  # where they stand, their names, and what they were when last looked at
         self.tensors: list[tuple] = []
+        self.rates: list[tuple[nn.Module, dict[str, float]]] = []  # what would be dropped if an engine's were trained
         self.around: list[nn.Module] = []  # attention, and what it is in below the decoder
         self.fused: list[nn.Module] | None = None  # layers that are computed in one node; None: not looked for
 
@@ -157,10 +164,14 @@ class Patch:
             self.hung, self.judged = plan.around_the_whole(self), set(self.model._forward_hooks)
             self.apply()
             try:
+                if audited and not self.strict:
+                    plan.leave_head_stock(self)
                 if audited:
                     plan.check_runs(self)
                 if self.strict:
                     plan.refuse_problems(self)
+                elif audited:
+                    plan.leave_stock(self)
             except BaseException:
                 self.revert()
                 raise
@@ -176,6 +187,8 @@ class Patch:
         self.idle = [hooks for module in inner for hooks in plan.hooks_of(module) if not hooks]
         self.silent = [vars(module) for module in inner if "forward" not in vars(module)]
         self.modules = [*inner, *(change.module for change in self.changes)]
+        self.owns, self.methods = list(map(vars, self.modules)), list(map(plan.own_methods, self.modules))
+        self.lengths = list(map(len, self.owns))
         self.classes, self.plain = list(map(type, self.modules)), list(map(class_of, self.modules))
         with _isolated(self.model):
             self.frequencies = [
@@ -183,7 +196,7 @@ class Patch:
                 for module in self.model.modules()
                 for name, value in rotary.frequencies(module, self.options["longrope"]).items()
             ]
-        self.around = plan.around_attention(self)
+        self.around, self.rates = plan.around_attention(self), plan.passed_over(self)
         self.builds += 1
 
     def fuse(self, device: torch.device) -> None:
@@ -211,13 +224,18 @@ class Patch:
 
     def changed(self) -> bool:
         """A module of the tree has other children than when it was patched, or a number another value that was read
-        then, or a bias where there was none, or a weight of an arithmetic of its own, or a hook that would not run; or
-        rotary frequencies have been cast. 65 us for the 727 of 48 layers."""
+        then, or another config or method, or a bias where there was none, or a weight of an arithmetic of its own, or a
+        hook that would not run; or rotary frequencies have been cast. 71 us for the 727 of 48 layers."""
         parents, children, leaves = self.tree
         holders, names, values = self.numbers
         others = [tuple(c.values()) for c in parents] != children or any(leaves)
         others = others or any(self.idle) or any("forward" in own for own in self.silent)
-        others = others or self._of_other_classes() or any(map(computes_itself, self._kinds() - self.kinds))
+        others = (
+            others
+            or self._of_other_classes()
+            or self._of_other_methods()
+            or any(map(computes_itself, self._kinds() - self.kinds))
+        )
         return others or list(map(dict.get, holders, names)) != values or self._recast()
 
     def _kinds(self) -> set[type]:
@@ -231,6 +249,16 @@ class Patch:
         if list(map(class_of, self.modules)) != self.plain:
             return True
         self.classes = now
+        return False
+
+    def _of_other_methods(self) -> bool:
+        """Whether somebody has put a function on such a module in the place of a method of its class."""
+        now = list(map(len, self.owns))
+        if now == self.lengths:
+            return False
+        if list(map(plan.own_methods, self.modules)) != self.methods:
+            return True
+        self.lengths = now
         return False
 
     def _recast(self) -> bool:
@@ -281,6 +309,13 @@ class Patch:
         with LOCK:
             if self.changed():
                 self.renew()
+
+    def check_rates(self) -> None:
+        """Before a forward: of what a patch for an engine has passed over, nothing is trained after all."""
+        for module, rates in self.rates:
+            if module.training:
+                name, value = next(iter(rates.items()))
+                refuse_training(module, name, value)
 
     def check_tensors(self) -> None:
         """As `check`, of what no forward looks for: 0.6 ms for 28 layers. Hooks on the whole model are of it, which an
@@ -407,6 +442,11 @@ class Patch:
         ACTIVE.add(self)
         if self.loss:
             self.model.__dict__["_loss_function"] = forwards.aligned_loss
+
+    def take_back(self, change: _Change) -> None:
+        """One of those that have been applied."""
+        self.changes.remove(change)
+        del change.module.__dict__[change.name], change.module.__dict__["_vexact"]
 
     def revert(self) -> None:
         layer.unfuse(self.fused or ())
