@@ -369,6 +369,9 @@ class _Mlp:
             h = gate.relu().square() * up
         elif self.gated:
             h = self.up.gated(x, self.activation)
+        elif self.activation == "silu":
+            h = self.up.whole(x)
+            h = vx.silu_mul(h, torch.ones_like(h))
         elif self.activation != "relu2":
             h = vx.gelu(self.up.whole(x), approximate="tanh" if self.activation == "gelu_tanh" else "none")
         else:

@@ -24,6 +24,7 @@ from . import lora
 from .describe import ROUTED, read
 from .description import Attention, GatedDelta, Latent, Linear, Mlp, NotDescribed
 from .description import Mixture as Routed
+from .pieces import head_shape
 from .report import table
 from .state import Patch
 from .trace import Value, hidden_states, values_of
@@ -219,7 +220,7 @@ def _needs(patch: Patch, joined: bool) -> Needs:
         for call in calls
         if call.op == "rmsnorm"
     )
-    head = None if patch.head is None else tuple(patch.head.weight.shape)
+    head = None if patch.head is None else head_shape(patch.head)
     if head is not None:
         matrices[Matrix(*head, wide=True, head=True)] = None
     return Needs(tuple(matrices), tuple(mixtures), tuple(attention), head and head[1], tuple(norms))

@@ -187,7 +187,9 @@ class _Reader:
         if inner.op == "silu_mul":
             gate, up, gelu, _ = inner.args
             activation = ACTIVATIONS[gelu]
-            if up is None:
+            if up is not None and up.op == "ones_like" and activation == "silu":
+                gate, up = None, gate
+            elif up is None:
                 both, x = self.linear(gate, where)
                 half = both.features // 2
                 if both.rows is not None:
