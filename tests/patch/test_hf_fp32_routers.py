@@ -7,6 +7,7 @@ from conftest import devices
 from families import FORMS, alone, check_forms, family, routers, sequences, tiny, with_fp32_routers, world
 from test_hf_mixtures import SIGMOID, with_bias
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
 from two_ranks import shard, trained, trained_sharded
 
 import vexact_ops as vx
@@ -148,3 +149,24 @@ def test_names_of_what_is_kept():
     assert kept_in_fp32(model) == kept_in_fp32(model, torch.bfloat16) == queries
     assert kept_in_fp32(model, torch.float32) == set()
     assert kept_in_fp32(model, torch.float16) > {"model.norm.weight", *queries} > queries > set()
+
+
+HUNYUAN = {"num_experts": 8, "moe_topk": 3}
+
+
+def test_a_router_that_computes_by_the_dtype_of_its_weights_is_kept_as_its_class_makes_it(tmp_path):
+    pytest.importorskip("transformers.models.hunyuan_v1_moe")
+    tiny("hunyuan_v1_moe", torch.bfloat16, **HUNYUAN).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    names = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+    assert names == {f"model.layers.{i}.mlp.gate.wg.weight" for i in (0, 1)} == kept_in_fp32(model)
+    assert kept_in_fp32(model, torch.float32) == set()
+    gate, x = model.model.layers[0].mlp.gate, torch.randn(40, 32).bfloat16()
+    with vx.patch.hf(model) as handle:
+        assert_bitwise(gate(x)[0], vx.linear(x.float(), gate.wg.weight))
+        router = handle.describe().layers[0].blocks[1].part.router
+        assert (router.wide, router.cast, router.rounded) == (True, True, None)
+    model.to(torch.bfloat16)  # which makes it round
+    assert kept_in_fp32(model) == set()
+    with vx.patch.hf(model):
+        assert_bitwise(gate(x)[0], vx.linear(x, gate.wg.weight))

@@ -9,7 +9,8 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -165,6 +166,45 @@ def form_of(module: nn.Module) -> Form | None:
     bias = "" if given or _BIAS in {*module._parameters, *module._buffers} else biased[0] if biased else None
     added = module._parameters.get("bias")
     return Form(weight, bias, given, not weight and added is not None and added.dim() == 1)
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+    """Names of the parameters and buffers that transformers keeps in fp32 in a model of this dtype: routers, from its
+    release 5.24 on, and those that a class has made so and computes by."""
+    patterns: set[str] = set()
+    if dtype != torch.float32:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    find = [re.compile(re.escape(pattern).replace(r"\*", ".*")).search for pattern in patterns]
+    tensors = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    named = {name for name, tensor in tensors if tensor.is_floating_point() and any(f(name) for f in find)}
+    return named if dtype == torch.float32 else named | set(_made_in_fp32(model))
+
+
+def _made_in_fp32(model: nn.Module) -> Iterator[str]:
+    """Matrices of routers that are fp32, and that their class multiplies in the dtype that they have (HunYuan's):
+    from_pretrained leaves what a class has made so as it is."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        form = form_of(module)
+        if form is not None and form.weight and form.matrix(module).dtype == torch.float32 and _by_dtype(module, form):
+            yield f"{path}.{form.weight}.weight"
+
+
+def _by_dtype(module: nn.Module, form: Form) -> bool:
+    """Whether its logits of hidden states of 16 bits are fp32 where its matrix is, and of 16 bits where that is."""
+    experts, hidden = form.matrix(module).shape
+    x, weight, found = random(3, hidden, seed=1).bfloat16(), random(experts, hidden, seed=2), []
+    for dtype in (torch.float32, torch.bfloat16):
+        tried = twin(module, {form.weight: twin(module._modules[form.weight], parameters={"weight": weight.to(dtype)})})
+        try:
+            made = run_stock(tried, x)
+        except NotCovered:
+            return False
+        found.append(made[0].dtype if isinstance(made, tuple) and isinstance(made[0], Tensor) else None)
+    return found == [torch.float32, torch.bfloat16]
 
 
 def is_router(module: nn.Module) -> bool:

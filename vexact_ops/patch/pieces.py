@@ -8,8 +8,6 @@ another one but scales, shifts or rounds differently, is refused instead of sile
 
 import functools
 import inspect
-import itertools
-import re
 import types
 from collections.abc import Callable
 
@@ -67,21 +65,6 @@ def check_plain(module: nn.Module) -> None:
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Float64, from a generator of its own: patching leaves the global random state alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def kept_in_fp32(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> set[str]:
-    """Names of the parameters and buffers that transformers keeps in fp32 in a model of this dtype: routers, from its
-    release 5.24 on."""
-    patterns: set[str] = set()
-    if dtype != torch.float32:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    find = [re.compile(re.escape(pattern).replace(r"\*", ".*")).search for pattern in patterns]
-    tensors = itertools.chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    return {name for name, tensor in tensors if tensor.is_floating_point() and any(f(name) for f in find)}
 
 
 def twin(module: nn.Module, modules: dict[str, nn.Module] | None = None, parameters: dict[str, Tensor] | None = None):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .._core.backend import BackendUnavailable
-from . import audit, lora, pieces
+from . import audit, lora, mixture, pieces
 from .description import Pages
 from .pieces import NotCovered
 from .recognise import INNER, Facts, Keep, Replace, cache_name, check_own_forward, recognise
@@ -123,7 +123,7 @@ def _facts(patch: "Patch") -> Facts:
         cache = cache_name(patch.base)
     except NotCovered:  # said of the decoder, when its turn comes
         cache = patch.cache
-    kept, options = frozenset(pieces.kept_in_fp32(patch.model)), patch.options
+    kept, options = frozenset(mixture.kept_in_fp32(patch.model)), patch.options
     heads = frozenset(patch.heads)
     return Facts(
         patch.model, patch.base, patch.head, heads, kept, cache, options["latent"], options["longrope"], patch.tried
