@@ -442,7 +442,7 @@ OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32}
             OPT,
             ["(root) (OPTForCausalLM): it is more than a decoder", "its forward reads 'decoder' of its OPTModel"],
         ),
-        ("gpt_oss", {"swiglu_limit": 6.0}, ["GptOssExperts) and 1 more: experts whose activation or form"]),
+        ("gpt_oss", {"swiglu_limit": 6.0}, ["GptOssExperts) and 1 more: experts whose", "and limit 6.0, "]),
         (
             "qwen3_moe",
             {"num_experts_per_tok": 9},

@@ -160,3 +160,21 @@ def test_a_silu_beside_what_was_put_into_its_block_is_no_reason_to_cover_it():
         vx.patch.UnsupportedModule, match=r"layers\.0\.mlp\.extra \(Identity\): the forward of LlamaMLP"
     ):
         vx.patch.hf(model)
+
+
+@pytest.mark.parametrize(
+    "name,changes,words",
+    [
+        (
+            "mixtral",
+            {"hidden_act": "gelu"},
+            r"activation \(GELUActivation\) .*: expected silu",
+        ),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, r"its activation is 'gelu', expected 'silu' \(hidden_act\)"),
+        ("deepseek_v3", {"topk_group": 1}, r"it chooses 3 of 8 experts, but among 2 alone: those of 1 of 4 groups"),
+        ("llama", {"hidden_act": "mish"}, r"a feed-forward block whose activation \(MishActivation\) or form"),
+    ],
+)
+def test_a_refusal_says_which_setting_it_is(name, changes, words):
+    with pytest.raises(vx.patch.UnsupportedModule, match=words):
+        vx.patch.hf(tiny(name, **changes))

@@ -210,7 +210,9 @@ REFUSED = {
         " a decoder and an output layer"
     ),
     "minimax": "MiniMaxLightningAttention: runs aten.bmm, aten.exp outside the aligned ops",
-    "minimax_m3_vl_text": "MiniMaxM3VLExperts: experts whose activation or form no aligned op computes",
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VLExperts: experts whose activation or form no aligned op computes: expected silu or gelu_tanh"
+    ),
     "ministral3": "Ministral3Attention: runs aten.floor, aten.log outside the aligned ops",
     "mllama": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "modernbert-decoder": (

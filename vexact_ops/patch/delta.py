@@ -78,6 +78,8 @@ def delta_forward(module: nn.Module, tried: dict) -> tuple[Callable, str]:
     conv = module.conv1d
     if not isinstance(conv, nn.Conv1d) or "forward" in conv.__dict__ or type(conv).forward is not nn.Conv1d.forward:
         raise NotCovered("its convolution has a forward of its own")
+    if _SPELT.get(module.activation, module.activation) != "silu":
+        raise NotCovered(f"its activation is {module.activation!r}, expected 'silu' (hidden_act)")
     key = class_of(module), form, doubled, conv.bias is None, module.activation
     if key not in tried:
         try:

@@ -21,11 +21,12 @@ import vexact_ops as vx
 from .._core.operator import Operator
 from ..fused_moe.reference import fused_moe_ref
 from ..fused_moe.swiglu import ACTIVATION as SWIGLU
+from ..fused_moe.swiglu import ALPHA, LIMIT
 from ..moe_route.op import SCORES
 from ..moe_route.reference import moe_route_ref
 from ..silu_mul.op import ACTIVATIONS
 from . import expert_parallel
-from .pieces import NotCovered, agree, class_of, random, run_stock, twin
+from .pieces import NotCovered, activation_of, agree, class_of, random, run_stock, twin
 from .routed import give, uncast
 from .slots import slots_of, without_slots
 
@@ -73,7 +74,9 @@ def experts_forward(module: nn.Module) -> tuple[Callable, str]:
     for activation in ACTIVATIONS:
         if agree(got, fused_moe_ref(x, gate_up, down, weights, ids, activation=activation), 1e-6):
             return _experts_forward(activation, apart), activation
-    raise NotCovered("experts whose activation or form no aligned op computes")
+    raise NotCovered(
+        f"experts whose {activation_of(module)} or form no aligned op computes: expected {' or '.join(ACTIVATIONS)}"
+    )
 
 
 @functools.cache
@@ -102,7 +105,11 @@ def _biased_forward(module: nn.Module) -> tuple[Callable, str]:
     tried = twin(module, parameters=dict(zip((*_WEIGHTS_3D, *_BIASES), stored)))
     got = run_stock(tried, x, ids, weights, forward=without_slots(original).__get__(tried))
     if not agree(got, fused_moe_ref(x, gate_up, down, weights, ids, activation=SWIGLU, **biases), 1e-6):
-        raise NotCovered("experts whose activation or form no aligned op computes")
+        numbers = " and ".join(f"{n} {getattr(module, n)}" for n in ("alpha", "limit") if hasattr(module, n))
+        raise NotCovered(
+            "experts whose activation or form no aligned op computes"
+            + (f": got {numbers}, expected alpha {ALPHA} and limit {LIMIT}" if numbers else "")
+        )
     return biased_experts_forward, f"{SWIGLU}, biases"
 
 
@@ -230,11 +237,18 @@ def _router(module: nn.Module, forwards: Callable, kept: bool, form: Form) -> tu
     experts, hidden = form.matrix(module).shape
     if isinstance(module.top_k, int) and not 0 < module.top_k <= experts:
         raise NotCovered(f"it chooses {module.top_k} of {experts} experts")
+    if None not in (groups := _groups(module)) and isinstance(module.top_k, int) and experts % groups[0] == 0:
+        among = experts // groups[0] * groups[1]
+        if among < module.top_k:
+            raise NotCovered(
+                f"it chooses {module.top_k} of {experts} experts, but among {among} alone: those of {groups[1]} of "
+                f"{groups[0]} groups (topk_group, n_group)"
+            )
     weight, x = random(experts, hidden, seed=1) * 2 / hidden**0.5, random(_TOKENS, hidden, seed=2)
     bias = random(experts, seed=3) / 3 if form.bias is not None else None
     added = random(experts, seed=4) if form.added else None
     tries = [(x, weight, bias, added)]
-    if None not in (groups := _groups(module)) and 1 < groups[0] <= experts // 2:
+    if None not in groups and 1 < groups[0] <= experts // 2:
         tries.append(_against_groups(experts, hidden, groups[0], bias, added))
     found = [_try(module, form, *tried) for tried in tries]
     logits = [x @ weight.t() + (0 if added is None else added) for x, weight, _, added in tries]

@@ -325,7 +325,13 @@ def mlp_forward(module: nn.Module) -> tuple[Callable, str]:
         y = silu_mul_ref(x @ gate.detach().t(), x @ up.detach().t(), activation=activation) @ down.weight.detach().t()
         if agree(got, y, 1e-6):
             return _mlp_forward(projections, activation), activation
-    raise NotCovered("a feed-forward block whose activation or form no aligned op computes")
+    raise NotCovered(f"a feed-forward block whose {activation_of(module)} or form no aligned op computes")
+
+
+def activation_of(module: nn.Module) -> str:
+    """In words, of a gated block."""
+    found = [type(child).__name__ for child in module.children() if not is_linear(child)]
+    return f"activation ({', '.join(found)})" if found else "activation"
 
 
 @functools.cache
