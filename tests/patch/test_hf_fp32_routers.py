@@ -170,3 +170,11 @@ def test_a_router_that_computes_by_the_dtype_of_its_weights_is_kept_as_its_class
     assert kept_in_fp32(model) == set()
     with vx.patch.hf(model):
         assert_bitwise(gate(x)[0], vx.linear(x, gate.wg.weight))
+
+
+def test_a_matrix_that_is_a_unit_of_its_own_would_stay_sharded():
+    model = tiny("hunyuan_v1_moe", torch.bfloat16, **HUNYUAN)
+    with vx.patch.hf(model) as handle, world("cpu") as mesh:
+        fully_shard(model.model.layers[0].mlp.gate.wg, mesh=mesh)
+        with pytest.raises(UnsupportedModule, match=r"gate\.wg \(FSDPLinear\): it has a hook that would not run"):
+            handle.logprobs(torch.tensor([3, 1, 4]))

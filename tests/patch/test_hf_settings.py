@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
+import test_hf_wrapped as wrapped
 import torch
 from conftest import devices
 from families import FORMS, SETTINGS, alone, check_forms, gradients, packed, sequences, tiny
@@ -62,18 +64,31 @@ def test_gradients_of_a_batch_are_repeatable_and_of_the_sequences_alone(name, ch
         assert_bitwise(first[embedding][3:33], of_one[3:33])
 
 
-# an output layer with a bias
-
-
-def biased(dtype, **changes):
-    model = tiny("llama", dtype, tie_word_embeddings=False, **changes)
-    model.lm_head.bias = nn.Parameter(torch.linspace(-3, 3, 61).to(dtype))
+def with_a_bias(dtype, device="cpu", **changes):
+    model = tiny("llama", dtype, device=device, tie_word_embeddings=False, **changes)
+    model.lm_head.bias = nn.Parameter(torch.linspace(-3, 3, 61, device=device).to(dtype))
     return model
+
+
+@pytest.mark.parametrize("key", ["", "norms-of-heads", "silu-without-a-gate", "fp32-routers"])
+@pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
+def test_wrappings_change_no_bit(key, device, dtype, monkeypatch):
+    """Of an output layer with a bias, too."""
+    name, changes, _ = SETTINGS[key] if key else ("llama", {}, True)
+    setting = functools.partial(tiny, **changes) if key else lambda name, dtype, device: with_a_bias(dtype, device)
+    monkeypatch.setattr(wrapped, "tiny", lambda name, dtype, device="cpu", **_: setting(name, dtype, device=device))
+    wrapped.test_torch_compile_has_the_same_bits(device, dtype, "aot_eager", name)
+    wrapped.test_gradient_checkpointing_has_the_same_bits(name, False, device, dtype, monkeypatch)
+    if key in ("", "silu-without-a-gate"):  # units are told by a norm that Cohere's layers do not have
+        wrapped.test_fully_shard_has_the_same_bits(name, device, dtype)
+
+
+# an output layer with a bias
 
 
 @pytest.mark.parametrize("hidden_size", [32, 36])
 def test_a_bias_of_the_output_layer_is_added_last_in_fp32(hidden_size):
-    model, ids = biased(torch.bfloat16, hidden_size=hidden_size), torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    model, ids = with_a_bias(torch.bfloat16, hidden_size=hidden_size), torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     weight, bias = model.lm_head.weight, model.lm_head.bias
     with vx.patch.hf(model) as handle, torch.no_grad():
         assert handle.describe().names(range(1, 2)) >= {"lm_head.weight", "lm_head.bias"}
@@ -94,7 +109,7 @@ def test_gradients_of_a_bias_of_the_output_layer():
     """Each is the sum of a column of the gradients of logits, and the others are those of the layer without one."""
     ids, grads = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]]), []
     for with_bias in (True, False):
-        model = biased(torch.float32)
+        model = with_a_bias(torch.float32)
         if not with_bias:
             model.lm_head.bias = None
         with vx.patch.hf(model):
@@ -103,11 +118,11 @@ def test_gradients_of_a_bias_of_the_output_layer():
     given = torch.arange(8 * 61, dtype=torch.float32).view(8, 61).cos()
     torch.testing.assert_close(grads[0].pop("lm_head.bias"), given.sum(0))
     assert_bitwise(list(grads[0].values()), list(grads[1].values()))
-    model = biased(torch.float32)
+    model = with_a_bias(torch.float32)
     with vx.patch.hf(model):
         loss = model(ids, labels=ids, skip_logits=True).loss
         (of_loss,) = torch.autograd.grad(loss, [model.lm_head.bias])
-    stock = biased(torch.float32)
+    stock = with_a_bias(torch.float32)
     (expected,) = torch.autograd.grad(stock(ids, labels=ids).loss, [stock.lm_head.bias])
     torch.testing.assert_close(of_loss, expected, rtol=1e-4, atol=1e-6)
 

@@ -160,7 +160,7 @@ def form_of(module: nn.Module) -> Form | None:
     if not hasattr(module, "top_k") or isinstance(module, nn.Linear):
         return None
     children = {name: child for name, child in module._modules.items() if child is not None}
-    linear = [name for name, child in children.items() if type(child) is nn.Linear and child.bias is None]
+    linear = [name for name, child in children.items() if class_of(child) is nn.Linear and child.bias is None]
     biased = [name for name, child in children.items() if {*child._parameters, *child._buffers} == {_BIAS}]
     own = module._parameters.get("weight")
     if own is not None and own.dim() == 2:
