@@ -181,6 +181,28 @@ def test_short_factors_are_for_texts_within_the_original_length():
         Engine.from_pretrained(build("Llama"), config=replace(CONFIG, longrope="short"))
 
 
+DYNAMIC = (("max_position_embeddings", 64), ("rope_parameters", {**ROPE, "rope_type": "dynamic", "factor": 6.0}))
+
+
+def test_dynamic_frequencies_are_for_texts_within_the_length(tmp_path):
+    """As InternLM3's: up to there they are those of no scaling, in rollout and trainer."""
+    _model.__wrapped__("Llama", torch.bfloat16, 0, DYNAMIC).save_pretrained(tmp_path)
+    with pytest.raises(vx.patch.UnsupportedModule, match=r"rope type 'dynamic': .*longrope='short'"):
+        Engine.from_pretrained(tmp_path, device="cpu", config=CONFIG)
+    config, params = replace(CONFIG, longrope="short"), SamplingParams(max_new_tokens=23, seed=3, ignore_eos=True)
+    with pytest.raises(ValueError, match=r"max_model_len is 65, expected at most 64: .*longrope='short'"):
+        Engine.from_pretrained(tmp_path, device="cpu", config=replace(config, max_model_len=65))
+    with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
+        (found,) = engine.generate([list(range(3, 43))], params)
+        model = TRAINERS["cast"](tmp_path)
+        with torch.no_grad():
+            model(torch.arange(90)[None])  # beyond it, which leaves other frequencies behind
+        with vx.patch.hf(model, longrope="short") as handle, torch.no_grad():
+            got = handle.logprobs(torch.tensor([found.prompt_ids + found.token_ids]))[0, 39:-1]
+            assert_bitwise(got, torch.tensor(found.logprobs))
+            engine.update_weights(model.state_dict(), numerics=handle.numerics())
+
+
 @pytest.mark.process
 def test_declared_factors_of_longrope_in_stages(tmp_path):
     _model.__wrapped__("Llama", torch.bfloat16, 0, LONGROPE).save_pretrained(tmp_path)

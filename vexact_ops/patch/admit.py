@@ -165,7 +165,7 @@ def needs_of(model: Any, joined: bool = False) -> Needs:
     Modules that patch.hf would refuse have no part in it, and nothing is audited: that is done where the model is used.
     """
     made = isinstance(model, nn.Module) and all(p.is_meta for p in model.parameters())
-    options = {"kv_segment": None, "latent": False, "longrope": "long"}  # which change no shape
+    options = {"kv_segment": None, "latent": False, "longrope": "short"}  # which change no shape
     patch = Patch(model if made else empty_of(model), options, strict=False, trains=False)
     patch.build(audited=False)
     patch.by_mask = True  # as in an audit, which says which models need it

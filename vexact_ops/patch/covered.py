@@ -3,7 +3,7 @@ equal to rows alone, and of the others what stood in the way first. Written by t
 it; nothing decides by it what is patched.
 
 Where a configuration asks for the rope type longrope (of Phi-3 those of a long context), patch.hf and the engine want
-the choice of its factors: longrope="short" or "long"."""
+the choice of its factors: longrope="short" or "long"; of the type dynamic (InternLM3's) "short"."""
 
 WITH_IMAGES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")  # their conditional-generation classes
 
