@@ -22,7 +22,7 @@ from vexact_ops.patch import COVERED
 from vexact_ops.testing import assert_bitwise
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
-from families import FAMILIES, NOT_DESCRIBED, SETTINGS, family, sequences, tiny
+from families import FAMILIES, NOT_DESCRIBED, family, sequences, settings, tiny
 from test_covered import small
 
 sys.path.pop(0)
@@ -413,7 +413,7 @@ def test_logits_are_divided_by_any_number(name, changes, dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("name,changes,described", [pytest.param(*s, id=key) for key, s in SETTINGS.items()])
+@pytest.mark.parametrize("name,changes,described", settings())
 def test_settings_that_no_family_has_by_itself(name, changes, described, dtype):
     atol = 1e-4 if dtype == torch.float32 else 1.0  # whose accuracy is tested against the stock model's of that dtype
     path = check_trained(name, changes, dtype, atol)

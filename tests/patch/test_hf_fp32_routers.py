@@ -4,7 +4,7 @@ import pytest
 import test_hf_wrapped as wrapped
 import torch
 from conftest import devices
-from families import FORMS, alone, check_forms, family, routers, sequences, tiny, with_fp32_routers, world
+from families import FORMS, alone, check_forms, family, routers, sequences, settings, tiny, with_fp32_routers, world
 from test_hf_mixtures import SIGMOID, with_bias
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
@@ -151,12 +151,12 @@ def test_names_of_what_is_kept():
     assert kept_in_fp32(model, torch.float16) > {"model.norm.weight", *queries} > queries > set()
 
 
-HUNYUAN = {"num_experts": 8, "moe_topk": 3}
+each_hunyuan = pytest.mark.parametrize("name,changes,described", settings("fp32-routers"))
 
 
-def test_a_router_that_computes_by_the_dtype_of_its_weights_is_kept_as_its_class_makes_it(tmp_path):
-    pytest.importorskip("transformers.models.hunyuan_v1_moe")
-    tiny("hunyuan_v1_moe", torch.bfloat16, **HUNYUAN).save_pretrained(tmp_path)
+@each_hunyuan
+def test_a_router_that_computes_by_the_dtype_of_its_weights_is_kept(name, changes, described, tmp_path):
+    tiny(name, torch.bfloat16, **changes).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     names = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
     assert names == {f"model.layers.{i}.mlp.gate.wg.weight" for i in (0, 1)} == kept_in_fp32(model)
@@ -172,8 +172,9 @@ def test_a_router_that_computes_by_the_dtype_of_its_weights_is_kept_as_its_class
         assert_bitwise(gate(x)[0], vx.linear(x, gate.wg.weight))
 
 
-def test_a_matrix_that_is_a_unit_of_its_own_would_stay_sharded():
-    model = tiny("hunyuan_v1_moe", torch.bfloat16, **HUNYUAN)
+@each_hunyuan
+def test_a_matrix_that_is_a_unit_of_its_own_would_stay_sharded(name, changes, described):
+    model = tiny(name, torch.bfloat16, **changes)
     with vx.patch.hf(model) as handle, world("cpu") as mesh:
         fully_shard(model.model.layers[0].mlp.gate.wg, mesh=mesh)
         with pytest.raises(UnsupportedModule, match=r"gate\.wg \(FSDPLinear\): it has a hook that would not run"):

@@ -8,7 +8,7 @@ import pytest
 import test_hf_wrapped as wrapped
 import torch
 from conftest import devices
-from families import FORMS, SETTINGS, alone, check_forms, gradients, packed, sequences, tiny
+from families import FORMS, alone, check_forms, gradients, packed, sequences, settings, tiny
 from test_hf import logits_and_gradients
 from torch import nn
 
@@ -17,12 +17,12 @@ from vexact_ops.patch import pieces
 from vexact_ops.patch.pieces import NotCovered
 from vexact_ops.testing import assert_bitwise
 
-each_setting = pytest.mark.parametrize("name,changes", [pytest.param(*s[:2], id=key) for key, s in SETTINGS.items()])
+each_setting = pytest.mark.parametrize("name,changes,described", settings())
 
 
 @each_setting
 @pytest.mark.parametrize("device,dtype", devices(torch.float32, torch.bfloat16))
-def test_a_sequence_has_the_same_logits_in_every_form(name, changes, device, dtype):
+def test_a_sequence_has_the_same_logits_in_every_form(name, changes, described, device, dtype):
     model = tiny(name, dtype, device=device, **changes)
     with vx.patch.hf(model), torch.no_grad():
         forms = {key: FORMS[key] for key in ("left padded", "packed by positions", "paged")}
@@ -31,7 +31,7 @@ def test_a_sequence_has_the_same_logits_in_every_form(name, changes, device, dty
 
 @each_setting
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_accuracy_of_logits_and_gradients(name, changes, dtype):
+def test_accuracy_of_logits_and_gradients(name, changes, described, dtype):
     """Errors against float64 over some models: at most the stock model's, with some slack for luck."""
     ratios, dys = [], [torch.randn(9, 61, generator=torch.Generator().manual_seed(3))]
     for seed in range(5):
@@ -48,7 +48,7 @@ def test_accuracy_of_logits_and_gradients(name, changes, dtype):
 
 
 @each_setting
-def test_gradients_of_a_batch_are_repeatable_and_of_the_sequences_alone(name, changes):
+def test_gradients_of_a_batch_are_repeatable_and_of_the_sequences_alone(name, changes, described):
     model = tiny(name, torch.bfloat16, tie_word_embeddings=False, **changes).train()
     seqs = [torch.arange(3, 33).repeat(2)[:50], torch.arange(33, 60)]
     with vx.patch.hf(model):
@@ -70,16 +70,21 @@ def with_a_bias(dtype, device="cpu", **changes):
     return model
 
 
-@pytest.mark.parametrize("key", ["", "norms-of-heads", "silu-without-a-gate", "fp32-routers"])
+WRAPPED = [
+    pytest.param("llama", None, True, id="bias"),
+    *settings("norms-of-heads", "silu-without-a-gate", "fp32-routers"),
+]
+
+
+@pytest.mark.parametrize("name,changes,described", WRAPPED)
 @pytest.mark.parametrize("device,dtype", devices(torch.bfloat16))
-def test_wrappings_change_no_bit(key, device, dtype, monkeypatch):
+def test_wrappings_change_no_bit(name, changes, described, device, dtype, monkeypatch):
     """Of an output layer with a bias, too."""
-    name, changes, _ = SETTINGS[key] if key else ("llama", {}, True)
-    setting = functools.partial(tiny, **changes) if key else lambda name, dtype, device: with_a_bias(dtype, device)
-    monkeypatch.setattr(wrapped, "tiny", lambda name, dtype, device="cpu", **_: setting(name, dtype, device=device))
+    setting = with_a_bias if changes is None else functools.partial(tiny, name, **changes)
+    monkeypatch.setattr(wrapped, "tiny", lambda name, dtype, device="cpu", **_: setting(dtype, device=device))
     wrapped.test_torch_compile_has_the_same_bits(device, dtype, "aot_eager", name)
     wrapped.test_gradient_checkpointing_has_the_same_bits(name, False, device, dtype, monkeypatch)
-    if key in ("", "silu-without-a-gate"):  # units are told by a norm that Cohere's layers do not have
+    if name in ("llama", "arcee"):  # units are told by a norm that Cohere's layers do not have
         wrapped.test_fully_shard_has_the_same_bits(name, device, dtype)
 
 
