@@ -241,7 +241,7 @@ def head_norm_forward(module: nn.Module) -> tuple[Callable, str]:
     if eps_name is None:
         raise NotCovered("not a layer norm of heads: it has no epsilon")
     heads, n = weight.shape
-    eps, weight, x = _eps(module, eps_name), random(heads, n, seed=1), random(40, heads, n, seed=2) + 1
+    eps, weight, x = _eps(module, eps_name), random(heads, n, seed=1), random(8, heads, n, seed=2) + 1
     x[0] = (x[0] - x[0].mean(-1, keepdim=True)) * eps**0.5  # so small that epsilon shows
     for dtype, share in ((torch.float64, 1.0), (torch.bfloat16, 0.9)):
         w, rows = weight.to(dtype), x.to(dtype)
