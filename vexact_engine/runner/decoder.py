@@ -364,9 +364,9 @@ class _Mlp:
 
     def columns(self, x: Tensor) -> Tensor:
         """A rank's of the output."""
-        if self.activation == "relu2" and self.gated:
+        if self.activation in ("relu2", "gelu") and self.gated:
             gate, up = self.up(x)
-            h = gate.relu().square() * up
+            h = (vx.gelu(gate) if self.activation == "gelu" else gate.relu().square()) * up
         elif self.gated:
             h = self.up.gated(x, self.activation)
         elif self.activation == "silu":

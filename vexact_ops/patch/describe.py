@@ -204,9 +204,12 @@ class _Reader:
             if inner.op == "mul" and isinstance(inner.args[1], Value):
                 inner, up = inner.args
                 gate = True
-            if inner.op not in ("pow", "square") or inner.args[1:] not in ((2,), ()) or inner.args[0].op != "relu":
+            if gate and inner.op == "gelu" and not inner.args[1]:
+                activation = "gelu"
+            elif inner.op not in ("pow", "square") or inner.args[1:] not in ((2,), ()) or inner.args[0].op != "relu":
                 raise _refuse(where, inner)
-            gate, up = (inner.args[0].args[0], up) if gate else (None, inner.args[0].args[0])
+            of = inner.args[0] if activation == "gelu" else inner.args[0].args[0]
+            gate, up = (of, up) if gate else (None, of)
         up, x = self.linear(up, where)
         if gate is not None:
             gate, of = self.linear(gate, where)
