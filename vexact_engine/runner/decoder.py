@@ -351,6 +351,19 @@ class _GatedDelta:
         return self.ranks.gather(vx.linear(self.ranks.gather(out.flatten(1)), *self.o))
 
 
+# Activations that are rounded before what follows: of gates, and without any.
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "relu2": lambda x: x.relu().square(),
+    "gelu": lambda x: vx.gelu(x),
+}
+_UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
+    **_GATES,
+    "silu": lambda x: vx.silu_mul(x, torch.ones_like(x)),
+    "gelu_tanh": lambda x: vx.gelu(x, approximate="tanh"),
+}
+
+
 class _Mlp:
     def __init__(self, weights: Weights, part: d.Mlp, ranks: Ranks):
         self.ranks = ranks
@@ -364,18 +377,13 @@ class _Mlp:
 
     def columns(self, x: Tensor) -> Tensor:
         """A rank's of the output."""
-        if self.activation in ("relu2", "gelu") and self.gated:
+        if self.gated and self.activation in _GATES:
             gate, up = self.up(x)
-            h = (vx.gelu(gate) if self.activation == "gelu" else gate.relu().square()) * up
+            h = _GATES[self.activation](gate) * up
         elif self.gated:
             h = self.up.gated(x, self.activation)
-        elif self.activation == "silu":
-            h = self.up.whole(x)
-            h = vx.silu_mul(h, torch.ones_like(h))
-        elif self.activation != "relu2":
-            h = vx.gelu(self.up.whole(x), approximate="tanh" if self.activation == "gelu_tanh" else "none")
         else:
-            h = self.up.whole(x).relu().square()
+            h = _UNGATED[self.activation](self.up.whole(x))
         h = self.ranks.gather(h)
         if self.norm is not None:
             h = self.norm(h)

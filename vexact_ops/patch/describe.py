@@ -204,11 +204,11 @@ class _Reader:
             if inner.op == "mul" and isinstance(inner.args[1], Value):
                 inner, up = inner.args
                 gate = True
-            if gate and inner.op == "gelu" and not inner.args[1]:
-                activation = "gelu"
+            if inner.op == "relu" or (gate and inner.op == "gelu" and not inner.args[1]):
+                activation = inner.op
             elif inner.op not in ("pow", "square") or inner.args[1:] not in ((2,), ()) or inner.args[0].op != "relu":
                 raise _refuse(where, inner)
-            of = inner.args[0] if activation == "gelu" else inner.args[0].args[0]
+            of = inner.args[0].args[0] if activation == "relu2" else inner.args[0]
             gate, up = (of, up) if gate else (None, of)
         up, x = self.linear(up, where)
         if gate is not None:

@@ -283,8 +283,8 @@ class GatedDelta:
 @dataclass(frozen=True)
 class Mlp:
     """down(norm(activation(gate(x)) * up(x))), or down(norm(activation(up(x)))) without a gate. Activations: "silu" and
-    "gelu_tanh" as silu_mul computes them, "relu2": the square of max(x, 0), rounded, before the product, as gelu's is
-    of "gelu"; without a gate "silu", and "gelu_tanh" of gelu too."""
+    "gelu_tanh" as silu_mul computes them, "relu": max(x, 0), "relu2": its square, rounded before the product, as
+    gelu's is of "gelu"; without a gate "silu", and "gelu_tanh" of gelu too."""
 
     gate: Linear | None
     up: Linear
