@@ -155,6 +155,7 @@ SETTINGS = {
     "swish-olmo_hybrid": ("olmo_hybrid", {"hidden_act": "swish"}, True),
     "fp32-routers": ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 3}, True),  # in bf16, as its class makes them
     "gelu-with-a-gate": ("llama", {"hidden_act": "gelu"}, True),
+    "gelu-of-a-half": ("glm", {"hidden_act": "gelu"}, True),
     "relu-with-a-gate": ("llama", {"hidden_act": "relu"}, True),
     "relu-without-a-gate": ("arcee", {"hidden_act": "relu"}, True),
     "silu-without-a-gate": ("arcee", {"hidden_act": "silu"}, True),

@@ -30,6 +30,7 @@ from .description import (
 from .trace import Value, hidden_states
 
 ROUTED = "fused_moe", swiglu.fused_moe_swiglu.name
+GATED = "relu", "gelu", "pow", "square"  # what a gate has last been through, where silu_mul does not compute it
 
 
 def describe(model: nn.Module, base: nn.Module, head: Head | None, kv_segment: int | None) -> Decoder:
@@ -201,8 +202,8 @@ class _Reader:
             activation = "gelu_tanh" if tanh else "gelu"
         else:
             activation, up = "relu2", inner
-            if inner.op == "mul" and isinstance(inner.args[1], Value):
-                inner, up = inner.args
+            if inner.op == "mul" and all(isinstance(part, Value) for part in inner.args):
+                inner, up = sorted(inner.args, key=lambda part: part.op not in GATED)  # either may stand first
                 gate = True
             if inner.op == "relu" or (gate and inner.op == "gelu" and not inner.args[1]):
                 activation = inner.op
