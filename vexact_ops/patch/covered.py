@@ -200,7 +200,10 @@ REFUSED = {
     "llama4_text": (
         "Llama4TextExperts: its forward takes other arguments (hidden_states) than what an aligned op replaces"
     ),
-    "longcat_flash": "LongcatFlashExperts: experts whose activation or form no aligned op computes",
+    "longcat_flash": (
+        "LongcatFlashExperts: experts whose activation (SiLUActivation, Identity) or form no aligned op "
+        "computes: expected silu or gelu_tanh"
+    ),
     "mamba": "MambaMixer: it holds parameters that no aligned op covers",
     "mamba2": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "marian": "not tried: the sizes of tests/patch/families.py make no small model of it",
