@@ -198,11 +198,11 @@ def handover(engine: Engine, model: nn.Module) -> None:
         except PeerLost as lost:
             doubt: bool = lost.in_doubt
             print(lost, doubt, sender.send(model.named_parameters(), version=7))
-    with ShardedWeightSender(None, numerics=vx.numerics(), group=None, timeout=60.0) as ranks:
-        print(ranks.send(model.state_dict(), version=8))
         except HandoverFailed as error:
             print(error)
         print(sent, taken)
+    with ShardedWeightSender(None, numerics=vx.numerics(), group=None, timeout=60.0) as ranks:
+        print(ranks.send(model.state_dict(), version=8))
     with NodeReceivers(engine, mode="staged", timeout=60.0) as receivers:
         addresses: dict[str, str] = receivers.addresses
         version: int = receivers.receive(timeout=None)

@@ -114,8 +114,9 @@ class EngineConfig:
     latent_attention         where attention is latent (DeepSeek-V3, Moonlight): cache compressed keys instead of every
                              head's; part of the numerics: the trainer's own patch.hf(latent=...)
     longrope                 of a model whose rope type is longrope, the factors of all sequences: "short", for those
-                             within its original length (max_model_len is at most that), or "long"; part of the
-                             numerics: the trainer's own patch.hf(longrope=...). Refused of any other model
+                             within its original length (max_model_len is at most that), or "long"; of one whose type
+                             is dynamic "short"; part of the numerics: the trainer's own patch.hf(longrope=...).
+                             Refused of any other model
     image_tokens_per_step    of a model of images: a step takes in one more image to encode while those that it has come
                              to fewer tokens than this, so that decodes need not wait for many
     image_cache_tokens       tokens of images whose encoding is kept on the device, those used last, by their content

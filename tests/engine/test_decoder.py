@@ -22,7 +22,7 @@ from vexact_ops.patch import COVERED
 from vexact_ops.testing import assert_bitwise
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
-from families import FAMILIES, NOT_DESCRIBED, family, sequences, tiny
+from families import FAMILIES, NOT_DESCRIBED, family, sequences, settings, tiny
 from test_covered import small
 
 sys.path.pop(0)
@@ -409,10 +409,25 @@ def test_one_layer_of_each_kind(name):
 )
 def test_logits_are_divided_by_any_number(name, changes, dtype):
     """In the hidden states, which are rounded once more where it is no power of two: in rollout and trainer alike."""
+    check_trained(name, changes, dtype, atol=1e-4 if dtype == torch.float32 else 0.05)
+
+
+@each_dtype
+@pytest.mark.parametrize("name,changes,described", settings())
+def test_settings_that_no_family_has_by_itself(name, changes, described, dtype):
+    atol = 1e-4 if dtype == torch.float32 else 1.0  # whose accuracy is tested against the stock model's of that dtype
+    path = check_trained(name, changes, dtype, atol)
+    assert path == "fused" if described else path.startswith("patched: ")
+
+
+def check_trained(name, changes, dtype, atol: float) -> str:
+    """The trainer has an engine's log-probabilities, which are near those of stock transformers in fp32. Returns how
+    the engine computed them."""
     model, prompt = tiny(name, dtype, **changes), sequences((11,))[0].tolist()
     config = EngineConfig(num_pages=16, show_progress=False)
     with Engine.from_pretrained(model, device="cpu", dtype=dtype, config=config) as engine:
         (done,) = engine.generate([prompt], SamplingParams(max_new_tokens=9, seed=3, ignore_eos=True))
+        path = engine.path
     ids = torch.tensor([prompt + list(done.token_ids)])
     with vx.patch.hf(model) as handle, torch.no_grad():
         trained = handle.logprobs(ids)[0, len(prompt) - 1 : -1]
@@ -421,4 +436,5 @@ def test_logits_are_divided_by_any_number(name, changes, dtype):
     stock.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
     with torch.no_grad():
         wide = stock(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
-    torch.testing.assert_close(trained, wide, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05)
+    torch.testing.assert_close(trained, wide, rtol=0, atol=atol)
+    return path

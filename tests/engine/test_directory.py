@@ -13,6 +13,7 @@ import torch
 from directories import (
     FAMILIES,
     LOADERS,
+    SMALL,
     adapter,
     contents,
     edit,
@@ -306,6 +307,25 @@ def test_a_rotation_that_is_said_twice_alike(saved):
         assert outcome(whole, saved) == expected
     edit(saved, rope_theta=3e4, rope_scaling=YARN, rope_parameters=None)
     assert outcome(whole, saved) == expected
+
+
+def test_what_a_class_writes_beside_a_rotation_is_nobodys_word(tmp_path):
+    """Cohere2-MoE's configs have a rope_theta of their own, which only counts where rope_parameters names none."""
+    transformers = pytest.importorskip("transformers.models.cohere2_moe")
+    sizes = {**SMALL, "num_hidden_layers": 2, "num_experts": 4, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    rope = {"rope_type": "default", "rope_theta": 7e5}
+    transformers.Cohere2MoeForCausalLM(transformers.Cohere2MoeConfig(**sizes, rope_parameters=rope)).save_pretrained(
+        tmp_path
+    )
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["rope_theta"] == 1e4 != written["rope_parameters"]["rope_theta"]
+    expected = contents(from_transformers(tmp_path))
+    assert any("inv_freq" in name for name in expected[0])
+    for loader in LOADERS:
+        assert contents(loader(tmp_path)) == expected
+    edit(tmp_path, rope_theta=5e4)
+    for loader in LOADERS:
+        assert "rope_theta: got 50000.0 beside rope_parameters" in outcome(loader, tmp_path)
 
 
 def test_a_hypothesis_that_reads_other_tensors_is_noticed(saved):

@@ -3,6 +3,7 @@ people do, have the same log-probabilities and the same numerics, or both refuse
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from vexact_engine.proof.prompts import synthetic_prompts
 from vexact_engine.proof.stacks import engine as chunks
 from vexact_engine.proof.stacks import patched
 from vexact_engine.proof.verify import verify
+from vexact_engine.runner.shapes import max_positions
 from vexact_ops.testing import assert_bitwise
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_num_seqs=4, max_num_batched_tokens=32, show_progress=False)
@@ -179,6 +181,39 @@ def test_short_factors_are_for_texts_within_the_original_length():
             assert engine.config.max_model_len == longest
     with pytest.raises(ValueError, match="longrope: got 'short', expected None"):
         Engine.from_pretrained(build("Llama"), config=replace(CONFIG, longrope="short"))
+
+
+DYNAMIC = (("max_position_embeddings", 64), ("rope_parameters", {**ROPE, "rope_type": "dynamic", "factor": 6.0}))
+
+
+def test_dynamic_frequencies_are_for_texts_within_the_length(tmp_path):
+    """As InternLM3's: up to there they are those of no scaling, in rollout and trainer."""
+    _model.__wrapped__("Llama", torch.bfloat16, 0, DYNAMIC).save_pretrained(tmp_path)
+    with pytest.raises(vx.patch.UnsupportedModule, match=r"rope type 'dynamic': .*longrope='short'"):
+        Engine.from_pretrained(tmp_path, device="cpu", config=CONFIG)
+    config, params = replace(CONFIG, longrope="short"), SamplingParams(max_new_tokens=23, seed=3, ignore_eos=True)
+    with pytest.raises(ValueError, match=r"max_model_len is 65, expected at most 64: .*longrope='short'"):
+        Engine.from_pretrained(tmp_path, device="cpu", config=replace(config, max_model_len=65))
+    with Engine.from_pretrained(tmp_path, device="cpu", config=config) as engine:
+        (found,) = engine.generate([list(range(3, 43))], params)
+        model = TRAINERS["cast"](tmp_path)
+        with torch.no_grad():
+            model(torch.arange(90)[None])  # beyond it, which leaves other frequencies behind
+        with vx.patch.hf(model, longrope="short") as handle, torch.no_grad():
+            got = handle.logprobs(torch.tensor([found.prompt_ids + found.token_ids]))[0, 39:-1]
+            assert_bitwise(got, torch.tensor(found.logprobs))
+            engine.update_weights(model.state_dict(), numerics=handle.numerics())
+
+
+@pytest.mark.parametrize("kind,longest", [("dynamic", 64), ("longrope", 48)])
+def test_layers_that_are_stretched_beside_them_make_no_longer_text_of_short_factors(kind, longest):
+    yarn = {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 32}
+    other = {**ROPE, "rope_type": kind, "original_max_position_embeddings": 48}
+    for ropes in ((yarn, other), (other, yarn)):
+        rope = dict(zip(("sliding_attention", "full_attention"), ropes))
+        config = SimpleNamespace(max_position_embeddings=64, rope_parameters=rope)
+        model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda config=config, **_: config))
+        assert max_positions(model, "short") == longest and max_positions(model, "long") == 128
 
 
 @pytest.mark.process

@@ -206,6 +206,19 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_started(saved):
         Engine.from_pretrained(build("Qwen3"), config=RANKED)
 
 
+def test_an_output_layer_with_a_bias_is_refused_before_anything_is_started(tmp_path):
+    """Its bias is a column, of which no rank would have the rows."""
+    pytest.importorskip("transformers.models.ernie4_5_moe")
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8}
+    config = Ernie4_5_MoeConfig(vocab_size=24, use_bias=True, pad_token_id=0, eos_token_id=1, bos_token_id=2, **sizes)
+    Ernie4_5_MoeForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"got 2, which does not fit an output layer with a bias: expected one of 1$"):
+        Engine.from_pretrained(tmp_path, device="cpu", config=replace(CONFIG, tensor_parallel_size=2))
+
+
 def test_ranks_whose_bits_are_others_are_refused_at_the_start(saved):
     """The columns of one are put in another's place."""
     twin = """

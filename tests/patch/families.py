@@ -132,6 +132,37 @@ FAMILIES = {
         "topk_group": 2,
     },
 }
+# Settings of families that no model here has otherwise: (family, changes, whether a description has words for it), in
+# transformers of today: older releases have other classes of some.
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
+SETTINGS = {
+    "shared-experts": ("granitemoeshared", {**EXPERTS, "shared_intermediate_size": 20}, True),
+    "shared-experts-gelu": (
+        "granitemoe_swa",
+        {**EXPERTS, "shared_intermediate_size": 20, "hidden_act": "gelu_pytorch_tanh"},
+        True,
+    ),
+    "norms-of-heads": ("cohere", {"use_qk_norm": True}, False),
+    "biases": ("ernie4_5", {"use_bias": True}, True),
+    "biases-and-the-heads": (
+        "ernie4_5_moe",
+        {"use_bias": True, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24},
+        True,
+    ),
+    "bias-of-the-head-untied": ("phi", {"head_dim": 8, "num_key_value_heads": 4, "qk_layernorm": True}, False),
+    "swish-qwen3_5_text": ("qwen3_5_text", {"hidden_act": "swish"}, True),
+    "swish-qwen3_next": ("qwen3_next", {"hidden_act": "swish"}, True),
+    "swish-olmo_hybrid": ("olmo_hybrid", {"hidden_act": "swish"}, True),
+    "fp32-routers": ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 3}, True),  # in bf16, as its class makes them
+    "gelu-with-a-gate": ("llama", {"hidden_act": "gelu"}, True),
+    "gelu-of-a-half": ("glm", {"hidden_act": "gelu"}, True),
+    "relu-with-a-gate": ("llama", {"hidden_act": "relu"}, True),
+    "relu-without-a-gate": ("arcee", {"hidden_act": "relu"}, True),
+    "silu-without-a-gate": ("arcee", {"hidden_act": "silu"}, True),
+    "swish-without-a-gate": ("starcoder2", {"hidden_act": "swish"}, True),
+    "swish-of-gpt2": ("gpt2", {"activation_function": "swish"}, False),
+    "silu-before-a-norm": ("bitnet", {"hidden_act": "silu"}, False),
+}
 # Covered families that no description has words for, so that an engine runs them patched; of why the telling words:
 # blocks side by side, a rotation of a part of a head that the module cuts out itself, learned positions, a weight that
 # 1 is added to.
@@ -140,6 +171,8 @@ NOT_DESCRIBED = {
     **dict.fromkeys(("fuyu", "persimmon", "stablelm"), "its attention: cat(rope(slice("),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode"), "embedding(transformer.wpe.weight"),
     "biogpt": "embedding(biogpt.embed_positions.weight",
+    "ctrl": "index(transformer.pos_encoding",
+    "phi": "its mixture: linear(attention_varlen(cat(",
     "gpt_neox": "its feed-forward block: attention_varlen(",
     "nemotron": "add(model.norm.weight, 1)",
 }
@@ -149,6 +182,13 @@ NAMED = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]  # those that the libra
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss"]
 HYBRIDS = ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid"]
 FURTHER = [name for name in FAMILIES if name not in [*NAMED, *MIXTURES, *HYBRIDS]]
+
+
+def settings(*keys: str):
+    """Parameters of these settings, or of all."""
+    older = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
+    marks = [pytest.mark.skip(reason=f"transformers {transformers.__version__} has other classes")] if older else []
+    return [pytest.param(*SETTINGS[key], id=key, marks=marks) for key in keys or SETTINGS]
 
 
 def family(name: str, *marks):

@@ -79,11 +79,13 @@ def test_what_an_engine_joins_is_said_by_the_description():
 
 
 def test_what_patching_would_want_to_know_or_refuse_is_not_asked():
-    """Factors of longrope, which change no shape; a dropout, an activation that has no aligned form."""
+    """Factors of rotary frequencies, which change no shape; a dropout, an activation that has no aligned form."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
     sizes = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
     of_long = needs_of(config_of("phi3", rope_parameters=rope, head_dim=8, **sizes))
     assert of_long == needs_of(config_of("phi3", head_dim=8))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert needs_of(config_of("llama", rope_parameters=dynamic)) == needs_of(config_of("llama"))
     dropped = config_of("llama")
     dropped.attention_dropout = 0.5
     assert needs_of(dropped) == needs_of(config_of("llama"))

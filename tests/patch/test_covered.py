@@ -78,7 +78,7 @@ def test_as_many_families_are_covered_as_the_documentation_says():
     assert not set(COVERED) & set(REFUSED)
 
 
-@pytest.mark.parametrize("name", [family(n) for n in ("falcon_h1", "moshi", "opt", "phi")])
+@pytest.mark.parametrize("name", [family(n) for n in ("cpmant", "falcon_h1", "opt", "phimoe")])
 def test_a_family_that_is_not_covered_is_on_the_other_list_with_its_reason(name):
     with pytest.raises(ValueError, match=r"patch\.hf") as refusal:
         small(name)

@@ -4,9 +4,10 @@ import pytest
 import test_hf_wrapped as wrapped
 import torch
 from conftest import devices
-from families import FORMS, alone, check_forms, family, routers, sequences, tiny, with_fp32_routers, world
+from families import FORMS, alone, check_forms, family, routers, sequences, settings, tiny, with_fp32_routers, world
 from test_hf_mixtures import SIGMOID, with_bias
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM
 from two_ranks import shard, trained, trained_sharded
 
 import vexact_ops as vx
@@ -148,3 +149,33 @@ def test_names_of_what_is_kept():
     assert kept_in_fp32(model) == kept_in_fp32(model, torch.bfloat16) == queries
     assert kept_in_fp32(model, torch.float32) == set()
     assert kept_in_fp32(model, torch.float16) > {"model.norm.weight", *queries} > queries > set()
+
+
+each_hunyuan = pytest.mark.parametrize("name,changes,described", settings("fp32-routers"))
+
+
+@each_hunyuan
+def test_a_router_that_computes_by_the_dtype_of_its_weights_is_kept(name, changes, described, tmp_path):
+    tiny(name, torch.bfloat16, **changes).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    names = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+    assert names == {f"model.layers.{i}.mlp.gate.wg.weight" for i in (0, 1)} == kept_in_fp32(model)
+    assert kept_in_fp32(model, torch.float32) == set()
+    gate, x = model.model.layers[0].mlp.gate, torch.randn(40, 32).bfloat16()
+    with vx.patch.hf(model) as handle:
+        assert_bitwise(gate(x)[0], vx.linear(x.float(), gate.wg.weight))
+        router = handle.describe().layers[0].blocks[1].part.router
+        assert (router.wide, router.cast, router.rounded) == (True, True, None)
+    model.to(torch.bfloat16)  # which makes it round
+    assert kept_in_fp32(model) == set()
+    with vx.patch.hf(model):
+        assert_bitwise(gate(x)[0], vx.linear(x, gate.wg.weight))
+
+
+@each_hunyuan
+def test_a_matrix_that_is_a_unit_of_its_own_would_stay_sharded(name, changes, described):
+    model = tiny(name, torch.bfloat16, **changes)
+    with vx.patch.hf(model) as handle, world("cpu") as mesh:
+        fully_shard(model.model.layers[0].mlp.gate.wg, mesh=mesh)
+        with pytest.raises(UnsupportedModule, match=r"gate\.wg \(FSDPLinear\): it has a hook that would not run"):
+            handle.logprobs(torch.tensor([3, 1, 4]))

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from families import alone, family, sequences, tiny
+from families import alone, family, packed, sequences, tiny
 
 import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
@@ -183,6 +183,32 @@ def test_declared_factors_of_longrope(name, choice, length):
             vx.patch.hf(model, longrope="long" if choice == "short" else "short")
     with torch.no_grad():
         assert_bitwise(model(input_ids=seqs[0][None]).logits[0], stock)
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+EACH_TYPE = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+
+
+@pytest.mark.parametrize("name,parameters", [("llama", DYNAMIC), ("gemma3_text", EACH_TYPE)])
+def test_dynamic_frequencies_of_texts_within_the_length_are_those_of_no_scaling(name, parameters):
+    model = tiny(name, rope_parameters=parameters, max_position_embeddings=64)
+    seqs = [sequences((n,))[0] for n in (60, 90)]
+    with torch.no_grad():
+        stock = model(input_ids=seqs[0][None]).logits[0]
+        longer = model(input_ids=seqs[1][None]).logits[0]  # leaves other frequencies behind
+    with vx.patch.hf(model, longrope="short") as handle:
+        first = alone(model, seqs)
+        torch.testing.assert_close(first[0], stock, rtol=1e-4, atol=1e-4)
+        assert_bitwise(alone(model, seqs[::-1])[::-1], first)
+        assert_bitwise(packed(model, seqs, "lengths"), first)
+        numbers = handle.numerics()
+    assert numbers["options"]["longrope"] == "short"
+    assert (first[1] - longer).abs().max() > 0.1
+    with torch.no_grad():
+        assert_bitwise(model(input_ids=seqs[1][None]).logits[0], longer)
+    for choice, words in ((None, "none is longer than max_position_embeddings"), ("long", "frequencies of its own")):
+        with pytest.raises(vx.patch.UnsupportedModule, match=rf"rope type 'dynamic': .*{words}: .*longrope='short'"):
+            vx.patch.hf(model, longrope=choice)
 
 
 def test_an_unknown_choice_of_factors():

@@ -399,12 +399,37 @@ def test_what_a_router_rounds_is_no_matter_of_luck(name, experts):
     count = {"mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}.get(name, "num_experts")
     for hidden, top_k, normalize in itertools.product((32, 64), (1, 2, 3), (True, False)):
         sizes = {"hidden_size": hidden, "num_experts_per_tok": top_k, "norm_topk_prob": normalize, count: experts}
-        if top_k > experts or (name == "deepseek_v3" and top_k == 1):
+        if top_k > experts:
             continue
         groups = {"n_group": 1, "topk_group": 1} if name == "deepseek_v3" else {}
         model = with_bias(tiny(name, **sizes, **groups, num_hidden_layers=2))
         wide = inspect.getclosurevars(router_of(model)[0]).nonlocals["wide"]
         assert wide == (name == "deepseek_v3"), sizes
+
+
+class OneExpert(nn.Module):
+    """Whose weight is always 1."""
+
+    def __init__(self, experts: int, wide: bool):
+        super().__init__()
+        self.weight, self.top_k, self.wide = nn.Parameter(torch.zeros(experts, 32)), 1, wide
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts))
+
+    def forward(self, x):
+        up = (lambda t: t if t.dtype == torch.float64 else t.float()) if self.wide else lambda t: t
+        logits = torch.nn.functional.linear(up(x), up(self.weight))
+        scores = logits.sigmoid() if logits.dtype == torch.float64 else logits.float().sigmoid()
+        ids = (scores + self.e_score_correction_bias).argmax(-1, keepdim=True)
+        weights = scores.gather(1, ids)
+        return logits, weights / (weights + 1e-20), ids
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("experts", [2, 3, 4, 8, 64, 256])
+def test_where_one_expert_has_all_the_choice_tells_what_is_rounded(experts, wide):
+    forward, label = mixture.router_forward(OneExpert(experts, wide), False)
+    assert label == "top_k=1 score=sigmoid normalize=True scale=1.0"
+    assert inspect.getclosurevars(forward).nonlocals["wide"] == wide
 
 
 def test_a_small_mixture_is_covered_end_to_end():

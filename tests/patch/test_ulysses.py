@@ -18,6 +18,8 @@ FAMILIES = {
     "gemma2": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},  # windows, softcaps
     "qwen3_moe": HEADS,
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "cohere": {**HEADS, "use_qk_norm": True},  # norms of heads
+    "phi": HEADS,  # an output layer with a bias
 }
 
 

@@ -33,15 +33,15 @@ def test_no_log_probability_is_another_float(outcomes):
     assert all(outcome.tokens or outcome.refused for outcome in outcomes)
 
 
-# By verl itself, which finds no layers of BioGPT to wrap and asks Fuyu for its key heads, and by a package that VeOmni
-# imports. GPT-2's forward takes no vexact_score; HunYuan's router is in fp32 in the engine, and rounded in the trainer.
+# By verl itself, which finds no layers of BioGPT and CTRL to wrap and asks Fuyu for its key heads, and by a package
+# that VeOmni imports. GPT-2's forward takes no vexact_score.
 REFUSED = {
     "fsdp2": {
         "biogpt": "transformer layer classes to wrap",
+        "ctrl": "transformer layer classes to wrap",
         "fuyu": "num_key_value_heads",
         "gpt2": "vexact_score",
         "gpt-sw3": "vexact_score",
-        "hunyuan_v1_moe": "numerics: model.dtype.router",
     },
     "veomni": {"seed_oss": "liger_kernel"},
 }

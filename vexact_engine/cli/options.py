@@ -166,7 +166,7 @@ def engine(parser):
     )
     group.add_argument("--latent-attention", action="store_true", help="cache compressed keys (DeepSeek)")
     group.add_argument(
-        "--longrope", choices=("short", "long"), help="factors of all sequences (Phi-3 of a long context)"
+        "--longrope", choices=("short", "long"), help="factors of all sequences (Phi-3 of a long context, dynamic NTK)"
     )
     group.add_argument(
         "--speculation", type=positive, metavar="N", help="draft up to N tokens of a sequence for one step (none)"

@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 import vexact_ops as vx
-from vexact_ops.patch.rotary import has_longrope
+from vexact_ops.patch.rotary import goes_by_length
 
 from ..config import EngineConfig
 from ..weights.cut import Cut
@@ -37,7 +37,7 @@ def runner_beside(
     if isinstance(draft.module, Heads):
         return HeadsRunner(draft.module, handle, config, device, cut, ranks)
     # It needs no trainer's numerics: nobody sees a number of it.
-    longrope = config.longrope if any(map(has_longrope, draft.module.modules())) else None
+    longrope = config.longrope if any(map(goes_by_length, draft.module.modules())) else None
     patched = vx.patch.hf(draft.module, longrope=longrope, training=False)
     stack.callback(patched.undo)
     return DraftRunner(draft.module, patched, config, device)

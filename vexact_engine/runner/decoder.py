@@ -355,6 +355,19 @@ class _GatedDelta:
         return self.ranks.linear(self.ranks.later(out.flatten(1)), *self.o)
 
 
+# Activations that are rounded before what follows: of gates, and without any.
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "relu2": lambda x: x.relu().square(),
+    "gelu": lambda x: vx.gelu(x),
+}
+_UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
+    **_GATES,
+    "silu": lambda x: vx.silu_mul(x, torch.ones_like(x)),
+    "gelu_tanh": lambda x: vx.gelu(x, approximate="tanh"),
+}
+
+
 class _Mlp:
     def __init__(self, weights: Weights, part: d.Mlp, ranks: Ranks):
         self.ranks = ranks
@@ -371,16 +384,14 @@ class _Mlp:
         return vx.linear(gathered(self._inner(x)), *self.down)
 
     def _inner(self, x: Tensor) -> Tensor | Columns:
-        if self.gated and self.activation != "relu2":
+        if self.gated and self.activation not in _GATES:
             h = self.up.gated(x, self.activation, self.ranks)
             return h if self.norm is None else self.norm(h)
         if self.gated:
             gate, up = self.up(x)
-            h = gate.relu().square() * up
-        elif self.activation != "relu2":
-            h = vx.gelu(self.up.whole(x), approximate="tanh" if self.activation == "gelu_tanh" else "none")
+            h = _GATES[self.activation](gate) * up
         else:
-            h = self.up.whole(x).relu().square()
+            h = _UNGATED[self.activation](self.up.whole(x))
         h = self.ranks.later(h)
         return h if self.norm is None else self.norm(h)
 

@@ -4,7 +4,7 @@ errors and bars as they are shown here."""
 import contextlib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from vexact_ops.patch import WITH_IMAGES
 
@@ -69,6 +69,17 @@ def plain(config):
     config._attn_implementation = None
     config.__dict__.pop("quantization_config", None)
     return config
+
+
+def own_default(config: Mapping, key: str) -> object:
+    """Of a config.json, or a part of one, the value that its class has for a field of its own (Cohere2-MoE's
+    rope_theta) and writes whether anybody has set it or not; None where it has no such field."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    made = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+    value = getattr(made, key, None)
+    return value if isinstance(value, int | float) else None
 
 
 def explain(name: str, error: Exception, config=None) -> Exception:

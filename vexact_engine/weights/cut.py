@@ -115,6 +115,8 @@ class _Cutter:
     def decoder(self, whole: d.Decoder) -> d.Decoder:
         if whole.head is None:
             self.misfits["an output layer that is not a weight"] = None
+        elif whole.head.bias is not None and self.size > 1:
+            self.misfits["an output layer with a bias"] = None
         self.vocabulary_of(*(part.weight for part in (whole.embedding, whole.head) if part is not None))
         return replace(whole, layers=tuple(d.Layer(tuple(map(self.block, layer.blocks))) for layer in whole.layers))
 

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
+from .config import own_default
 from .mxfp4 import is_mxfp4
 
 log = logging.getLogger(__name__)
@@ -134,14 +135,15 @@ def _check_config(file: Path, config: Mapping) -> None:
 
 def _check_rope(where: str, config: Mapping) -> None:
     """A rotation is said once. Where rope_parameters is there, as transformers 5 writes it, a rope_theta beside it is
-    not read; and a rope_scaling is read in its place, with the family's own rope_theta where it names none."""
+    not read; and a rope_scaling is read in its place, with the family's own rope_theta where it names none. What a
+    class of transformers writes beside it by itself nobody has said."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping) or not rope:
         return
     kinds = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]  # one for each type of layer
     for key in ("rope_theta", "partial_rotary_factor"):
         given, counts = config.get(key), [part[key] for part in kinds if part.get(key) is not None]
-        if given is not None and counts and given not in counts:
+        if given is not None and counts and given not in counts and given != own_default(config, key):
             raise ValueError(
                 f"weights: {where}{key}: got {given!r} beside rope_parameters, where it is {counts[0]!r} and which "
                 "alone is read: take one of them out"

@@ -7,7 +7,8 @@ from .description import NotDescribed
 from .gradients import TreeGradients, clip, norm_by_rows
 from .hf import hf, model_of, untested
 from .images import Encoded
-from .pieces import kept_in_fp32, score_head
+from .mixture import kept_in_fp32
+from .pieces import score_head
 from .plan import UnsupportedModule
 from .veomni import veomni
 

@@ -24,6 +24,7 @@ from . import lora
 from .describe import ROUTED, read
 from .description import Attention, GatedDelta, Latent, Linear, Mlp, NotDescribed
 from .description import Mixture as Routed
+from .pieces import head_shape
 from .report import table
 from .state import Patch
 from .trace import Value, hidden_states, values_of
@@ -164,7 +165,7 @@ def needs_of(model: Any, joined: bool = False) -> Needs:
     Modules that patch.hf would refuse have no part in it, and nothing is audited: that is done where the model is used.
     """
     made = isinstance(model, nn.Module) and all(p.is_meta for p in model.parameters())
-    options = {"kv_segment": None, "latent": False, "longrope": "long"}  # which change no shape
+    options = {"kv_segment": None, "latent": False, "longrope": "short"}  # which change no shape
     patch = Patch(model if made else empty_of(model), options, strict=False, trains=False)
     patch.build(audited=False)
     patch.by_mask = True  # as in an audit, which says which models need it
@@ -219,7 +220,7 @@ def _needs(patch: Patch, joined: bool) -> Needs:
         for call in calls
         if call.op == "rmsnorm"
     )
-    head = None if patch.head is None else tuple(patch.head.weight.shape)
+    head = None if patch.head is None else head_shape(patch.head)
     if head is not None:
         matrices[Matrix(*head, wide=True, head=True)] = None
     return Needs(tuple(matrices), tuple(mixtures), tuple(attention), head and head[1], tuple(norms))

@@ -3,7 +3,7 @@ equal to rows alone, and of the others what stood in the way first. Written by t
 it; nothing decides by it what is patched.
 
 Where a configuration asks for the rope type longrope (of Phi-3 those of a long context), patch.hf and the engine want
-the choice of its factors: longrope="short" or "long"."""
+the choice of its factors: longrope="short" or "long"; of the type dynamic (InternLM3's) "short"."""
 
 WITH_IMAGES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")  # their conditional-generation classes
 
@@ -15,6 +15,7 @@ COVERED = (
     "cohere",
     "cohere2",
     "cohere2_moe",
+    "ctrl",
     "cwm",
     "deepseek_v3",
     "dots1",
@@ -67,6 +68,7 @@ COVERED = (
     "olmo_hybrid",
     "olmoe",
     "persimmon",
+    "phi",
     "phi3",
     "qwen2",
     "qwen2_moe",
@@ -92,7 +94,7 @@ REFUSED = {
     "apertus": "XIELUActivation: it holds parameters that no aligned op covers",
     "apertus1p5_text": "XIELUActivation: it holds parameters that no aligned op covers",
     "aria_text": "AriaExperts: its forward does something else than what it looks like: it raises on small tensors",
-    "axk2": "SiLU: runs aten.silu outside the aligned ops",
+    "axk2": "AXK2Indexer: runs aten.bmm, aten.topk outside the aligned ops",
     "bailing_hybrid": "Conv1d: no module of transformers, and none of torch's that an aligned op covers",
     "bamba": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "bart": "not tried: the sizes of tests/patch/families.py make no small model of it",
@@ -126,7 +128,6 @@ REFUSED = {
     ),
     "cohere_compass_text": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "cpmant": "CpmAntSegmentPositionEmbedding: it holds parameters that no aligned op covers",
-    "ctrl": "Linear: an output layer with a bias",
     "data2vec-text": (
         "model: got Data2VecTextForCausalLM (of data2vec_text, lm_head), expected a decoder, or a causal "
         "language model of a decoder and an output layer"
@@ -166,7 +167,7 @@ REFUSED = {
     "gemma4_text": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "gemma4_unified": (
         "Gemma4UnifiedForConditionalGeneration: it is more than a decoder and an output layer: its forward "
-        "reads 'image_outputs' of its Gemma4UnifiedModel's output"
+        "reads 'shared_kv_states' of its Gemma4UnifiedModel's output"
     ),
     "gemma4_unified_assistant": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "gemma4_unified_text": (
@@ -199,7 +200,10 @@ REFUSED = {
     "llama4_text": (
         "Llama4TextExperts: its forward takes other arguments (hidden_states) than what an aligned op replaces"
     ),
-    "longcat_flash": "LongcatFlashExperts: experts whose activation or form no aligned op computes",
+    "longcat_flash": (
+        "LongcatFlashExperts: experts whose activation (SiLUActivation, Identity) or form no aligned op "
+        "computes: expected silu or gelu_tanh"
+    ),
     "mamba": "MambaMixer: it holds parameters that no aligned op covers",
     "mamba2": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "marian": "not tried: the sizes of tests/patch/families.py make no small model of it",
@@ -208,20 +212,23 @@ REFUSED = {
         "model: got MegatronBertForCausalLM (of bert, cls), expected a decoder, or a causal language model of"
         " a decoder and an output layer"
     ),
-    "minimax": "SiLUActivation: runs aten.silu outside the aligned ops",
-    "minimax_m3_vl_text": "MiniMaxM3VLExperts: experts whose activation or form no aligned op computes",
+    "minimax": "MiniMaxLightningAttention: runs aten.bmm, aten.exp outside the aligned ops",
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VLExperts: experts whose activation or form no aligned op computes: expected silu or gelu_tanh"
+    ),
     "ministral3": "Ministral3Attention: runs aten.floor, aten.log outside the aligned ops",
     "mllama": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "modernbert-decoder": (
         "model: got ModernBertDecoderForCausalLM (of model, lm_head, decoder), expected a decoder, or a "
         "causal language model of a decoder and an output layer"
     ),
-    "moshi": "SiLUActivation: runs aten.silu outside the aligned ops",
-    "moss_transcribe_diarize": "not tried: the sizes of tests/patch/families.py make no small model of it",
-    "mpt": (
-        "MptModel: it does not run on a small batch (RuntimeError: Boolean value of Tensor with more than one"
-        " value is ambiguous)"
+    "moshi": (
+        "MoshiAttention: its mask has a window of 3000, but it asks attention for None: sliding_window and "
+        "layer_types of the config say what masks and caches of transformers have: set them to what its "
+        "attention asks for"
     ),
+    "moss_transcribe_diarize": "not tried: the sizes of tests/patch/families.py make no small model of it",
+    "mpt": "MptModel: runs aten.pow, aten.reciprocal outside the aligned ops",
     "musicgen": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "musicgen_melody": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "mvp": "not tried: the sizes of tests/patch/families.py make no small model of it",
@@ -232,7 +239,6 @@ REFUSED = {
     ),
     "opt": "OPTForCausalLM: it is more than a decoder and an output layer: its forward reads 'decoder' of its OPTModel",
     "pegasus": "not tried: the sizes of tests/patch/families.py make no small model of it",
-    "phi": "Linear: an output layer with a bias",
     "phi4_multimodal": "not tried: the sizes of tests/patch/families.py make no small model of it",
     "phimoe": "PhimoeTopKRouter: a linear layer with a forward or a parametrization of its own",
     "plbart": "not tried: the sizes of tests/patch/families.py make no small model of it",

@@ -24,6 +24,7 @@ from .pieces import NotCovered, agree, class_of, is_linear, random, run_stock, s
 from .ulysses import Ulysses
 
 _NARROWEST = 16  # heads, as the op says
+_SPELT = {"swish": "silu"}  # of transformers' activations, who calls one otherwise than the op does
 
 
 class Form(NamedTuple):
@@ -77,6 +78,8 @@ def delta_forward(module: nn.Module, tried: dict) -> tuple[Callable, str]:
     conv = module.conv1d
     if not isinstance(conv, nn.Conv1d) or "forward" in conv.__dict__ or type(conv).forward is not nn.Conv1d.forward:
         raise NotCovered("its convolution has a forward of its own")
+    if _SPELT.get(module.activation, module.activation) != "silu":
+        raise NotCovered(f"its activation is {module.activation!r}, expected 'silu' (hidden_act)")
     key = class_of(module), form, doubled, conv.bias is None, module.activation
     if key not in tried:
         try:
@@ -122,11 +125,12 @@ def _delta_forward(form: Form, doubled: bool) -> Callable:
         if ulysses is not None:
             qkv, b, a, weight, bias, decay = _to_heads(self, ulysses, qkv, b, a, weight, bias)
         slots, step, longest, singles = _remembered(self, layout, one_cache(cache, cache_params), x)
+        activation = _SPELT.get(self.activation, self.activation)
         if slots is None:
-            qkv = vx.causal_conv(qkv, weight, bias, cu_seqlens=layout.cu_q, activation=self.activation)
+            qkv = vx.causal_conv(qkv, weight, bias, cu_seqlens=layout.cu_q, activation=activation)
         else:
             state, taps, *opened = slots
-            qkv = vx.causal_conv_paged(qkv, weight, bias, taps, *step, activation=self.activation, singles=singles)
+            qkv = vx.causal_conv_paged(qkv, weight, bias, taps, *step, activation=activation, singles=singles)
         share = 1 if ulysses is None else ulysses.size
         q, k, v = qkv.split([dim // share for dim in (self.key_dim, self.key_dim, self.value_dim)], -1)
         q, k = (t.unflatten(1, (-1, self.head_k_dim)) for t in (q, k))

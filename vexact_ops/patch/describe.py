@@ -30,6 +30,7 @@ from .description import (
 from .trace import Value, hidden_states
 
 ROUTED = "fused_moe", swiglu.fused_moe_swiglu.name
+GATED = "relu", "gelu", "pow", "square"  # what a gate has last been through, where silu_mul does not compute it
 
 
 def describe(model: nn.Module, base: nn.Module, head: Head | None, kv_segment: int | None) -> Decoder:
@@ -187,7 +188,9 @@ class _Reader:
         if inner.op == "silu_mul":
             gate, up, gelu, _ = inner.args
             activation = ACTIVATIONS[gelu]
-            if up is None:
+            if up is not None and up.op == "ones_like" and activation == "silu":
+                gate, up = None, gate
+            elif up is None:
                 both, x = self.linear(gate, where)
                 half = both.features // 2
                 if both.rows is not None:
@@ -199,12 +202,15 @@ class _Reader:
             activation = "gelu_tanh" if tanh else "gelu"
         else:
             activation, up = "relu2", inner
-            if inner.op == "mul" and isinstance(inner.args[1], Value):
-                inner, up = inner.args
+            if inner.op == "mul" and all(isinstance(part, Value) for part in inner.args):
+                inner, up = sorted(inner.args, key=lambda part: part.op not in GATED)  # either may stand first
                 gate = True
-            if inner.op not in ("pow", "square") or inner.args[1:] not in ((2,), ()) or inner.args[0].op != "relu":
+            if inner.op == "relu" or (gate and inner.op == "gelu" and not inner.args[1]):
+                activation = inner.op
+            elif inner.op not in ("pow", "square") or inner.args[1:] not in ((2,), ()) or inner.args[0].op != "relu":
                 raise _refuse(where, inner)
-            gate, up = (inner.args[0].args[0], up) if gate else (None, inner.args[0].args[0])
+            of = inner.args[0].args[0] if activation == "relu2" else inner.args[0]
+            gate, up = (of, up) if gate else (None, of)
         up, x = self.linear(up, where)
         if gate is not None:
             gate, of = self.linear(gate, where)

@@ -283,8 +283,8 @@ class GatedDelta:
 @dataclass(frozen=True)
 class Mlp:
     """down(norm(activation(gate(x)) * up(x))), or down(norm(activation(up(x)))) without a gate. Activations: "silu" and
-    "gelu_tanh" as silu_mul computes them, "relu2": the square of max(x, 0), rounded, before the product; without a gate
-    "gelu" and "gelu_tanh" of gelu too."""
+    "gelu_tanh" as silu_mul computes them, "relu": max(x, 0), "relu2": its square, rounded before the product, as
+    gelu's is of "gelu"; without a gate "silu", and "gelu_tanh" of gelu too."""
 
     gate: Linear | None
     up: Linear
@@ -371,11 +371,13 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """fp32 logits: linear_logits(hidden / scale, weight, softcap)."""
+    """fp32 logits: linear_logits(hidden / scale, weight, softcap). A bias is a column of the weight behind all others,
+    and of hidden / scale a 1."""
 
     weight: str
     scale: float
     softcap: float | None
+    bias: str | None = None
 
 
 @dataclass(frozen=True)

@@ -437,7 +437,8 @@ def hf(
                 that are its first kv_lora_rank, in training as in a paged cache. Other bits than the expanded form, a
                 smaller cache, more work in attention (latent.py says how much): declare it on both sides
     longrope    which factors a rotary embedding of the type longrope has for all sequences, "short" or "long", where
-                transformers looks at the longest one of the batch: declare it on both sides; None of other models
+                transformers looks at the longest one of the batch: declare it on both sides. Of the type dynamic
+                "short": none is longer than max_position_embeddings. None of other models
     training    False, of an engine: rates of dropout are passed over, and raise where it is trained after all
     sequence_parallel  ranks that hold a packed row's tokens in equal shares, in this order (Ulysses). Each calls the
                 forward with its own input_ids and position_ids, and cu_seq_lens_q, if any, of the whole row; rows
@@ -528,7 +529,7 @@ def hf(
     if not isinstance(latent, bool):
         raise TypeError(f"patch.hf: latent: got {type(latent).__name__}, expected a bool")
     rotary.check_longrope("patch.hf", longrope)
-    if longrope is not None and not any(map(rotary.has_longrope, model.modules())):
+    if longrope is not None and not any(map(rotary.goes_by_length, model.modules())):
         raise ValueError(
             f"patch.hf: longrope: got {longrope!r}, expected None: the {type(model).__name__} has no such rotation"
         )

@@ -9,7 +9,8 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,12 @@ import vexact_ops as vx
 from .._core.operator import Operator
 from ..fused_moe.reference import fused_moe_ref
 from ..fused_moe.swiglu import ACTIVATION as SWIGLU
+from ..fused_moe.swiglu import ALPHA, LIMIT
 from ..moe_route.op import SCORES
 from ..moe_route.reference import moe_route_ref
 from ..silu_mul.op import ACTIVATIONS
 from . import expert_parallel
-from .pieces import NotCovered, agree, class_of, random, run_stock, twin
+from .pieces import NotCovered, activation_of, agree, class_of, random, run_stock, twin
 from .routed import give, uncast
 from .slots import slots_of, without_slots
 
@@ -72,7 +74,9 @@ def experts_forward(module: nn.Module) -> tuple[Callable, str]:
     for activation in ACTIVATIONS:
         if agree(got, fused_moe_ref(x, gate_up, down, weights, ids, activation=activation), 1e-6):
             return _experts_forward(activation, apart), activation
-    raise NotCovered("experts whose activation or form no aligned op computes")
+    raise NotCovered(
+        f"experts whose {activation_of(module)} or form no aligned op computes: expected {' or '.join(ACTIVATIONS)}"
+    )
 
 
 @functools.cache
@@ -101,7 +105,11 @@ def _biased_forward(module: nn.Module) -> tuple[Callable, str]:
     tried = twin(module, parameters=dict(zip((*_WEIGHTS_3D, *_BIASES), stored)))
     got = run_stock(tried, x, ids, weights, forward=without_slots(original).__get__(tried))
     if not agree(got, fused_moe_ref(x, gate_up, down, weights, ids, activation=SWIGLU, **biases), 1e-6):
-        raise NotCovered("experts whose activation or form no aligned op computes")
+        numbers = " and ".join(f"{n} {getattr(module, n)}" for n in ("alpha", "limit") if hasattr(module, n))
+        raise NotCovered(
+            "experts whose activation or form no aligned op computes"
+            + (f": got {numbers}, expected alpha {ALPHA} and limit {LIMIT}" if numbers else "")
+        )
     return biased_experts_forward, f"{SWIGLU}, biases"
 
 
@@ -152,7 +160,7 @@ def form_of(module: nn.Module) -> Form | None:
     if not hasattr(module, "top_k") or isinstance(module, nn.Linear):
         return None
     children = {name: child for name, child in module._modules.items() if child is not None}
-    linear = [name for name, child in children.items() if type(child) is nn.Linear and child.bias is None]
+    linear = [name for name, child in children.items() if class_of(child) is nn.Linear and child.bias is None]
     biased = [name for name, child in children.items() if {*child._parameters, *child._buffers} == {_BIAS}]
     own = module._parameters.get("weight")
     if own is not None and own.dim() == 2:
@@ -165,6 +173,45 @@ def form_of(module: nn.Module) -> Form | None:
     bias = "" if given or _BIAS in {*module._parameters, *module._buffers} else biased[0] if biased else None
     added = module._parameters.get("bias")
     return Form(weight, bias, given, not weight and added is not None and added.dim() == 1)
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+    """Names of the parameters and buffers that transformers keeps in fp32 in a model of this dtype: routers, from its
+    release 5.24 on, and those that a class has made so and computes by."""
+    patterns: set[str] = set()
+    if dtype != torch.float32:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    find = [re.compile(re.escape(pattern).replace(r"\*", ".*")).search for pattern in patterns]
+    tensors = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    named = {name for name, tensor in tensors if tensor.is_floating_point() and any(f(name) for f in find)}
+    return named if dtype == torch.float32 else named | set(_made_in_fp32(model))
+
+
+def _made_in_fp32(model: nn.Module) -> Iterator[str]:
+    """Matrices of routers that are fp32, and that their class multiplies in the dtype that they have (HunYuan's):
+    from_pretrained leaves what a class has made so as it is."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        form = form_of(module)
+        if form is not None and form.weight and form.matrix(module).dtype == torch.float32 and _by_dtype(module, form):
+            yield f"{path}.{form.weight}.weight"
+
+
+def _by_dtype(module: nn.Module, form: Form) -> bool:
+    """Whether its logits of hidden states of 16 bits are fp32 where its matrix is, and of 16 bits where that is."""
+    experts, hidden = form.matrix(module).shape
+    x, weight, found = random(3, hidden, seed=1).bfloat16(), random(experts, hidden, seed=2), []
+    for dtype in (torch.float32, torch.bfloat16):
+        tried = twin(module, {form.weight: twin(module._modules[form.weight], parameters={"weight": weight.to(dtype)})})
+        try:
+            made = run_stock(tried, x)
+        except NotCovered:
+            return False
+        found.append(made[0].dtype if isinstance(made, tuple) and isinstance(made[0], Tensor) else None)
+    return found == [torch.float32, torch.bfloat16]
 
 
 def is_router(module: nn.Module) -> bool:
@@ -190,11 +237,18 @@ def _router(module: nn.Module, forwards: Callable, kept: bool, form: Form) -> tu
     experts, hidden = form.matrix(module).shape
     if isinstance(module.top_k, int) and not 0 < module.top_k <= experts:
         raise NotCovered(f"it chooses {module.top_k} of {experts} experts")
+    if None not in (groups := _groups(module)) and isinstance(module.top_k, int) and experts % groups[0] == 0:
+        among = experts // groups[0] * groups[1]
+        if among < module.top_k:
+            raise NotCovered(
+                f"it chooses {module.top_k} of {experts} experts, but among {among} alone: those of {groups[1]} of "
+                f"{groups[0]} groups (topk_group, n_group)"
+            )
     weight, x = random(experts, hidden, seed=1) * 2 / hidden**0.5, random(_TOKENS, hidden, seed=2)
     bias = random(experts, seed=3) / 3 if form.bias is not None else None
     added = random(experts, seed=4) if form.added else None
     tries = [(x, weight, bias, added)]
-    if None not in (groups := _groups(module)) and 1 < groups[0] <= experts // 2:
+    if None not in groups and 1 < groups[0] <= experts // 2:
         tries.append(_against_groups(experts, hidden, groups[0], bias, added))
     found = [_try(module, form, *tried) for tried in tries]
     logits = [x @ weight.t() + (0 if added is None else added) for x, weight, _, added in tries]
@@ -360,13 +414,15 @@ def _roundings(
 
     All logits are moved by a constant that softmax does not see and sigmoid turns into a factor: at -32 bf16 rounds
     them by up to 0.06, and a weight with them by 6 %, far more than a weight's own rounding. Where a weight is always 1
-    (one expert, normalised) the choice must tell: at -256, logits are equal after their rounding as often as not.
+    (one expert, normalised) the choice must tell: at -256, logits are equal after their rounding as often as not; at
+    -64, where their sigmoids are numbers of fp32 yet, which no bias is to outweigh, in one row of 25.
     """
-    always_1 = options["top_k"] == 1 and options["normalize"]
-    if always_1 and options["score"] != "softmax":
-        raise NotCovered("a router whose weights are always 1")
+    always_1, sigmoid = options["top_k"] == 1 and options["normalize"], options["score"] != "softmax"
+    if always_1:
+        x = random(10 * _TOKENS, x.shape[1], seed=2) if sigmoid else x
+        bias = None if bias is None else torch.zeros_like(bias)
     x, weight = x.bfloat16(), weight.bfloat16()
-    x[:, 0], weight[:, 0] = 8, -32 if always_1 else -4
+    x[:, 0], weight[:, 0] = 8, (-8 if sigmoid else -32) if always_1 else -4
     held = weight.float() if kept else weight
     got, ids = _try(module, form, x, held, None if bias is None else bias.float())
     if got.dtype not in (torch.float32, torch.bfloat16):
@@ -381,7 +437,7 @@ def _roundings(
             rows = (got.double().sort(1)[0] / expected.sort(1)[0] - 1).abs() <= 2**-8
         same.append(float(rows.all(1).double().mean()))
     if always_1:
-        return same[0] == 1, got.dtype == torch.bfloat16
+        return same[0] > (0.995 if sigmoid else 0.999), got.dtype == torch.bfloat16
     if max(same) < 0.9 or min(same) > 0.7:
         raise NotCovered("a router that rounds in a way that no aligned op repeats")
     return same[0] > same[1], got.dtype == torch.bfloat16

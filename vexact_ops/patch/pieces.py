@@ -8,8 +8,6 @@ another one but scales, shifts or rounds differently, is refused instead of sile
 
 import functools
 import inspect
-import itertools
-import re
 import types
 from collections.abc import Callable
 
@@ -67,21 +65,6 @@ def check_plain(module: nn.Module) -> None:
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Float64, from a generator of its own: patching leaves the global random state alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def kept_in_fp32(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> set[str]:
-    """Names of the parameters and buffers that transformers keeps in fp32 in a model of this dtype: routers, from its
-    release 5.24 on."""
-    patterns: set[str] = set()
-    if dtype != torch.float32:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    find = [re.compile(re.escape(pattern).replace(r"\*", ".*")).search for pattern in patterns]
-    tensors = itertools.chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    return {name for name, tensor in tensors if tensor.is_floating_point() and any(f(name) for f in find)}
 
 
 def twin(module: nn.Module, modules: dict[str, nn.Module] | None = None, parameters: dict[str, Tensor] | None = None):
@@ -143,10 +126,31 @@ def linear_forward(self, input):
 
 def head_forward(self, input, then=None):
     """`then(input, weight)` instead of logits: in the output layer's own call its weight is whole, even if sharded."""
+    size, weight = input.shape[:-1], self.weight
+    if self.bias is not None:
+        input, weight = _with_bias(input, weight, self.bias)
     if then is not None:
-        return then(input, self.weight)
-    logits = vx.linear_logits(input.reshape(-1, input.shape[-1]), self.weight)
-    return logits.view(*input.shape[:-1], -1)
+        return then(input, weight)
+    logits = vx.linear_logits(input.reshape(-1, input.shape[-1]), weight)
+    return logits.view(*size, -1)
+
+
+def _with_bias(input: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """A bias is one more column of the weight, of an input that is 1: what a logit's sum ends with, in fp32. With zeros
+    behind it, up to a width at which rows stay aligned to 16 bytes."""
+    more = _with_column(weight.shape[1]) - weight.shape[1] - 1
+    ones = nn.functional.pad(input.new_ones(1), (0, more)).expand(*input.shape[:-1], 1 + more)
+    return torch.cat((input, ones), -1), torch.cat((weight, nn.functional.pad(bias[:, None], (0, more))), -1)
+
+
+def _with_column(width: int) -> int:
+    return -(-(width + 1) // 8) * 8
+
+
+def head_shape(head: nn.Module) -> tuple[int, int]:
+    """Of the matrix by which the ops compute its logits."""
+    tokens, width = head.weight.shape
+    return tokens, width if getattr(head, "bias", None) is None else _with_column(width)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -154,14 +158,12 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or isinstance(module._modules.get("base_layer"), nn.Linear)
 
 
-def check_linear(module: nn.Linear, head: bool) -> None:
+def check_linear(module: nn.Linear) -> None:
     if type(module).forward is not nn.Linear.forward or torch.nn.utils.parametrize.is_parametrized(module):
         raise NotCovered("a linear layer with a forward or a parametrization of its own")
     for name, value in module._parameters.items():
         if value is not None and type(value) not in PLAIN:
             raise NotCovered(f"its {name} is a {type(value).__name__}, not a plain tensor")
-    if head and module.bias is not None:
-        raise NotCovered("an output layer with a bias")
 
 
 def score_head(model: nn.Module) -> nn.Linear | None:
@@ -230,6 +232,37 @@ def _layer_norm_forward(eps_name: str | None, plus: bool) -> Callable:
     return layer_norm_forward
 
 
+def head_norm_forward(module: nn.Module) -> tuple[Callable, str]:
+    """The aligned forward of a layer norm of heads, each of which has a weight of its own; rounded once, as it is."""
+    weight = module._parameters.get("weight")
+    if set(module._parameters) != {"weight"} or weight is None or weight.dim() != 2:
+        raise NotCovered("not a layer norm of heads: it has no weight for each")
+    eps_name = _eps_name(module)
+    if eps_name is None:
+        raise NotCovered("not a layer norm of heads: it has no epsilon")
+    heads, n = weight.shape
+    eps, weight, x = _eps(module, eps_name), random(heads, n, seed=1), random(8, heads, n, seed=2) + 1
+    x[0] = (x[0] - x[0].mean(-1, keepdim=True)) * eps**0.5  # so small that epsilon shows
+    for dtype, share in ((torch.float64, 1.0), (torch.bfloat16, 0.9)):
+        w, rows = weight.to(dtype), x.to(dtype)
+        got = run_stock(twin(module, parameters={"weight": w}), rows)
+        expected = layer_norm_ref(rows.double(), None, None, eps) * w.double()
+        if not agree(got, expected, 1e-2 if share < 1 else 1e-4):
+            raise NotCovered("not a layer norm of heads that an aligned op computes")
+        if share < 1 and (got == expected.to(dtype)).double().mean() < share:
+            raise NotCovered("a layer norm of heads that rounds before it multiplies, which no aligned op does")
+    return _head_norm_forward(eps_name), "a weight for each head"
+
+
+@functools.cache
+def _head_norm_forward(eps_name: str) -> Callable:
+    def head_norm_forward(self, x):
+        eps, heads = getattr(self, eps_name), zip(x.unbind(-2), self.weight.unbind(0), strict=True)
+        return torch.stack([vx.layer_norm(one, weight, None, eps) for one, weight in heads], -2)
+
+    return head_norm_forward
+
+
 def norm_forward(module: nn.Module) -> tuple[Callable, str]:
     """The aligned forward of a root-mean-square norm, and its style."""
     if set(module._parameters) != {"weight"} or module._parameters["weight"] is None or module.weight.dim() != 1:
@@ -258,9 +291,16 @@ def _norm_forward(eps_name: str, style: str) -> Callable:
 # gated feed-forward
 
 
+# What classes call the projections: gate, up and down; or gate and up as one, and down.
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("input_linear", "output_linear")
+
+
+def _projections(module: nn.Module) -> tuple[str, ...] | None:
+    return next((names for names in _PROJECTIONS if set(names) <= set(module._modules)), None)
+
+
 def is_mlp(module: nn.Module) -> bool:
-    names = set(module._modules)
-    return {"gate_proj", "up_proj", "down_proj"} <= names or {"gate_up_proj", "down_proj"} <= names
+    return _projections(module) is not None
 
 
 def strangers(module: nn.Module) -> list[str]:
@@ -271,40 +311,51 @@ def strangers(module: nn.Module) -> list[str]:
 
 def mlp_forward(module: nn.Module) -> tuple[Callable, str]:
     """The aligned forward of down(activation(gate(x)) * up(x)), and the activation."""
-    children, fused = dict(module._modules), "gate_up_proj" in module._modules
-    projections = ("gate_up_proj", "down_proj") if fused else ("gate_proj", "up_proj", "down_proj")
-    linears = [children.pop(name) for name in projections]
+    children, projections = dict(module._modules), _projections(module)
+    linears, fused = [children.pop(name) for name in projections], len(projections) == 2
     if module._parameters or len(children) > 1 or not all(is_linear(m) for m in linears):
         raise NotCovered("a feed-forward block of another form")
     n, inner, x = 8, 12, 3 * random(2, 5, 8, seed=1)
     small = {name: small_linear(n, inner * (2 if fused else 1), i + 2) for i, name in enumerate(projections[:-1])}
     down = small_linear(inner, n, 9)
-    got = run_stock(twin(module, {**small, "down_proj": down}), x)
+    got = run_stock(twin(module, {**small, projections[-1]: down}), x)
     halves = [layer.weight for layer in small.values()]
     gate, up = halves[0].chunk(2) if fused else halves
     for activation in ACTIVATIONS:
         y = silu_mul_ref(x @ gate.detach().t(), x @ up.detach().t(), activation=activation) @ down.weight.detach().t()
         if agree(got, y, 1e-6):
-            return _mlp_forward(fused, activation), activation
-    raise NotCovered("a feed-forward block whose activation or form no aligned op computes")
+            return _mlp_forward(projections, activation), activation
+    raise NotCovered(f"a feed-forward block whose {activation_of(module)} or form no aligned op computes")
+
+
+def activation_of(module: nn.Module) -> str:
+    """In words, of a gated block."""
+    found = [type(child).__name__ for child in module.children() if not is_linear(child)]
+    return f"activation ({', '.join(found)})" if found else "activation"
 
 
 @functools.cache
-def _mlp_forward(fused: bool, activation: str) -> Callable:
+def _mlp_forward(projections: tuple[str, ...], activation: str) -> Callable:
+    *read, down = projections
+
     def fused_forward(self, x):
-        return self.down_proj(vx.silu_mul(self.gate_up_proj(x), activation=activation))
+        return self._modules[down](vx.silu_mul(self._modules[read[0]](x), activation=activation))
 
     def mlp_forward(self, x):
-        return self.down_proj(vx.silu_mul(self.gate_proj(x), self.up_proj(x), activation=activation))
+        gate, up = self._modules[read[0]](x), self._modules[read[1]](x)
+        return self._modules[down](vx.silu_mul(gate, up, activation=activation))
 
-    return fused_forward if fused else mlp_forward
+    return mlp_forward if len(read) == 2 else fused_forward
 
 
 # activations without a gate
 
 
-def gelu_form(module: nn.Module) -> str | None:
-    """Of a module that holds nothing and computes one of gelu's forms, which."""
+SILU = "silu"
+
+
+def ungated_form(module: nn.Module) -> str | None:
+    """Of a module that holds nothing and computes silu or one of gelu's forms, which."""
     x = torch.linspace(-6, 6, 60, dtype=torch.float64).view(3, 20)
     try:
         near_and_far = [(x, run_stock(twin(module), x)) for x in (x, 64 * x)]  # far away gelu_10 has its bound
@@ -312,9 +363,17 @@ def gelu_form(module: nn.Module) -> str | None:
         return None
 
     def is_form(form: str) -> bool:
-        return all(agree(y, gelu_ref(x, approximate=form), 1e-6) for x, y in near_and_far)
+        return all(agree(y, ungated_ref(x, form), 1e-6) for x, y in near_and_far)
 
-    return next(filter(is_form, GELUS), None)
+    return next(filter(is_form, (*GELUS, SILU)), None)
+
+
+def ungated_ref(x: Tensor, form: str) -> Tensor:
+    return silu_mul_ref(x, torch.ones_like(x)) if form == SILU else gelu_ref(x, approximate=form)
+
+
+def silu_forward(self, input):
+    return vx.silu_mul(input, torch.ones_like(input))  # a product with 1 rounds nothing
 
 
 @functools.cache

@@ -92,7 +92,9 @@ def find(patch: "Patch") -> None:
                 raise NotCovered("it has a hook that would not run, for its block computes what it would: take it off")
             if id(module) in placed:
                 continue
-            answer = recognise(module, replace(facts, path=path, inner=id(module) in patch.inner))
+            parent = path.rpartition(".")[0]
+            strange = parent in patch.blocks and bool(pieces.strangers(model.get_submodule(parent)))
+            answer = recognise(module, replace(facts, path=path, inner=id(module) in patch.inner, strange=strange))
         except NotCovered as reason:
             patch.refuse(path, module, str(reason), reason.__cause__)
         else:
@@ -162,7 +164,7 @@ def _facts(patch: "Patch") -> Facts:
         cache = cache_name(patch.base)
     except NotCovered:  # said of the decoder, when its turn comes
         cache = patch.cache
-    kept, options = frozenset(pieces.kept_in_fp32(patch.model)), patch.options
+    kept, options = frozenset(mixture.kept_in_fp32(patch.model)), patch.options
     heads = frozenset(patch.heads)
     return Facts(
         patch.model, patch.base, patch.head, heads, kept, cache, options["latent"], options["longrope"], patch.tried

@@ -30,6 +30,7 @@ class Facts:
     cache    by which name the decoder's own forward takes one
     tried    what is known of modules that are alike: a memory of the trials, no fact
     inner    whether the module's block computes what it would
+    strange  whether its feed-forward block holds modules that its class does not know, and has no aligned form
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Facts:
     tried: dict = field(repr=False, compare=False)
     path: str = ""
     inner: bool = False
+    strange: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,15 @@ def head(module: nn.Module, facts: Facts) -> Answer:
         return None
     if lora.is_peft(module):
         raise NotCovered("LoRA of the output layer: its logits are formed from one weight")
-    pieces.check_linear(module, head=True)
-    return Replace(pieces.head_forward, "linear_logits", "fp32 logits")
+    pieces.check_linear(module)
+    note = "fp32 logits" if module.bias is None else "fp32 logits, a bias"
+    return Replace(pieces.head_forward, "linear_logits", note)
 
 
 def linear(module: nn.Module, facts: Facts) -> Answer:
     if not isinstance(module, nn.Linear):
         return None
-    pieces.check_linear(module, head=False)
+    pieces.check_linear(module)
     return Replace(pieces.linear_forward, "linear")
 
 
@@ -136,10 +139,15 @@ def layer_norm(module: nn.Module, facts: Facts) -> Answer:
     return Replace(forward, "layer_norm", note)
 
 
-def gelu(module: nn.Module, facts: Facts) -> Answer:
+def ungated(module: nn.Module, facts: Facts) -> Answer:
+    """An activation without a gate."""
     holds = module._parameters or module._modules or module._buffers
-    if holds or facts.inner or (form := pieces.gelu_form(module)) is None:
+    if holds or facts.inner or (form := pieces.ungated_form(module)) is None:
         return None
+    if form == pieces.SILU:
+        if facts.strange:
+            return None
+        return Replace(pieces.silu_forward, "silu_mul", "without a gate")
     return Replace(pieces.gelu_forward(form), "gelu", "erf" if form == "none" else form)
 
 
@@ -268,6 +276,8 @@ def _causal_forward(facts: Facts) -> tuple[Callable, float, float | None]:
         return forwards.wrapped_causal_forward(), scale, softcap
     if scale != 1 or softcap is not None:
         raise NotCovered("VeOmni's slot of the loss knows neither logits_scaling nor final_logit_softcapping")
+    if facts.head.bias is not None:
+        raise NotCovered("VeOmni's slot of the loss knows no bias of the output layer: train it by transformers' class")
     return slots.causal_forward(pieces.class_of(model)), scale, softcap
 
 
@@ -410,7 +420,8 @@ def norm(module: nn.Module, facts: Facts) -> Answer:
     if not module._parameters:
         return None
     reason = None
-    for op, covers in (("rmsnorm", pieces.norm_forward), ("layer_norm", pieces.layer_norm_forward)):
+    norms = ("rmsnorm", pieces.norm_forward), ("layer_norm", pieces.layer_norm_forward)
+    for op, covers in (*norms, ("layer_norm", pieces.head_norm_forward)):
         try:
             forward, note = covers(module)
         except NotCovered as error:
@@ -447,7 +458,7 @@ def block(module: nn.Module, facts: Facts) -> Answer:
 
 
 PIECES: tuple[Callable[[nn.Module, Facts], Answer], ...] = (
-    head, linear, dropout, embedding, inner_convolution, structure, layer_norm, gelu, activation, empty, adapter,
+    head, linear, dropout, embedding, inner_convolution, structure, layer_norm, ungated, activation, empty, adapter,
     stranger, causal_model, decoder, patches, tower, image_attention, additions, transposed_linear, rotary_tables,
     attention, experts, router, delta_net,
     gated_norm, norm, choice, block,

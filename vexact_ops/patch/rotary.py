@@ -41,8 +41,9 @@ def _types(module: nn.Module) -> list[str]:
     return list(kinds.values()) if isinstance(kinds, dict) else [kinds]
 
 
-def has_longrope(module: nn.Module) -> bool:
-    return "longrope" in _types(module)
+def goes_by_length(module: nn.Module) -> bool:
+    """Whether its own forward looks at the longest sequence of a batch, so that `longrope` is to be declared."""
+    return any(kind == "longrope" or "dynamic" in kind for kind in _types(module))
 
 
 def check_longrope(where: str, longrope: str | None) -> None:
@@ -53,16 +54,22 @@ def check_longrope(where: str, longrope: str | None) -> None:
 def rotary(module: nn.Module, longrope: str | None = None) -> tuple[Callable, str, dict[str, Tensor], str]:
     """The aligned forward of a rotary embedding, a note, by name the frequencies that have to be put into its buffers,
     and in which layout its own tables are ("", PAIRS or ONCE); the forward's are in the usual one. NotCovered."""
-    if any("dynamic" in kind for kind in _types(module)):
+    dynamic = any("dynamic" in kind for kind in _types(module))
+    if goes_by_length(module) and longrope is None:
         raise NotCovered(
-            "rope type 'dynamic': its frequencies depend on the longest sequence of the batch, so a token's bits would "
-            "depend on its neighbours"
+            f"rope type {'dynamic' if dynamic else 'longrope'!r}: its frequencies depend on the longest sequence of "
+            "the batch, so a token's bits would depend on its neighbours: "
+            + (
+                "declare, on both sides, that none is longer than max_position_embeddings: longrope='short'"
+                if dynamic
+                else "declare the factors of all sequences, on both sides: longrope='short' (those within "
+                "original_max_position_embeddings) or longrope='long'"
+            )
         )
-    if has_longrope(module) and longrope is None:
+    if dynamic and longrope == "long":
         raise NotCovered(
-            "rope type 'longrope': its frequencies depend on the longest sequence of the batch, so a token's bits "
-            "would depend on its neighbours: declare the factors of all sequences, on both sides: longrope='short' "
-            "(those within original_max_position_embeddings) or longrope='long'"
+            "rope type 'dynamic': beyond max_position_embeddings every length has frequencies of its own: expected "
+            "longrope='short'"
         )
     if module._parameters or module._modules:
         raise NotCovered("a rotary embedding of another form")
@@ -106,8 +113,8 @@ def configured_of(module: nn.Module, longrope: str | None) -> dict[str, Tensor]:
             if longrope == "long":
                 found |= _long(module)
     except Exception as error:
-        if has_longrope(module) or any(b is not None and b.is_meta for b in module._buffers.values()):
-            what = "declared factors" if has_longrope(module) else "frequencies, which are on the meta device,"
+        if goes_by_length(module) or any(b is not None and b.is_meta for b in module._buffers.values()):
+            what = "declared frequencies" if goes_by_length(module) else "frequencies, which are on the meta device,"
             raise NotCovered(f"its {what} cannot be made from its config") from error
         return {}
     return found
@@ -143,7 +150,7 @@ def judged(module: nn.Module, name: str, configured: dict[str, Tensor]) -> tuple
     put = wanted.to(buffer.device)
     if buffer.dtype == torch.float32 and torch.equal(here, wanted):
         return None, ""
-    if has_longrope(module):  # whatever a forward before has left there
+    if goes_by_length(module):  # whatever a forward before has left there
         return put, "longrope: declared factors"
     for narrow in _NARROW:
         if torch.equal(here.double(), wanted.to(narrow).double()):
@@ -181,8 +188,8 @@ def _forward(module: nn.Module, configured: dict[str, Tensor], put: dict[str, Te
             raise NotCovered(f"it rotates nothing: {_widths(module)}: a rotation takes two numbers of a head at least")
         tried = twin(module)
         tried.__dict__["_buffers"] = buffers
-        if has_longrope(module):  # its own forward would put others there
-            tried.__dict__["rope_type"] = _without_longrope(module)
+        if goes_by_length(module):  # its own forward would put others there
+            tried.__dict__["rope_type"] = _of_fixed_types(module)
         if several:
             axes = _axes_of(tried, name, _scaling(module, prefix))
         for dtype in (torch.float32, torch.bfloat16):
@@ -225,7 +232,7 @@ def _axes_of(tried: nn.Module, name: str, scaling: float) -> tuple[int, ...]:
     return tuple(near.int().argmax(0).tolist())
 
 
-def _without_longrope(module: nn.Module):
+def _of_fixed_types(module: nn.Module):
     kinds = module.rope_type
     return dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
 

@@ -393,9 +393,10 @@ class Patch:
             return self.attended
 
     def described_head(self) -> Head | None:
-        weight = None if self.head is None else getattr(self.head, "weight", None)
-        name = next((name for name, p in self.model.named_parameters() if p is weight), None)
-        return None if name is None else Head(name, self.scale, self.softcap)
+        weight, bias = (getattr(self.head, name, None) for name in ("weight", "bias"))
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        name = names.get(id(weight))
+        return None if name is None else Head(name, self.scale, self.softcap, names.get(id(bias)))
 
     def numerics(self, rounded: bool = False) -> dict:
         self.check()
