@@ -436,9 +436,8 @@ def hf(
     latent      keep latent attention (DeepSeek, Moonlight) compressed: one key head of kv_lora_rank + rope, and values
                 that are its first kv_lora_rank, in training as in a paged cache. Other bits than the expanded form, a
                 smaller cache, more work in attention (latent.py says how much): declare it on both sides
-    longrope    which factors a rotary embedding of the type longrope has for all sequences, "short" or "long", where
-                transformers looks at the longest one of the batch: declare it on both sides. Of the type dynamic
-                "short": none is longer than max_position_embeddings. None of other models
+    longrope    "short" or "long": which factors rotary embeddings of the type longrope have, whatever a batch's longest
+                sequence: declare it on both sides. Of the type dynamic "short": up to max_position_embeddings
     training    False, of an engine: rates of dropout are passed over, and raise where it is trained after all
     sequence_parallel  ranks that hold a packed row's tokens in equal shares, in this order (Ulysses). Each calls the
                 forward with its own input_ids and position_ids, and cu_seq_lens_q, if any, of the whole row; rows
