@@ -339,7 +339,7 @@ def test_bytes_that_change_on_the_way(sockets, monkeypatch):
     model = build("Qwen3")
     with handover(model, "staged", checksum=True) as (_engine, _receiver, start, out):
         true = buffers.checksum
-        monkeypatch.setattr("vexact_engine.handover.sender.checksum", lambda used: true(used) + 1)
+        monkeypatch.setattr("vexact_engine.handover.filling.checksum", lambda used: true(used) + 1)
         result = start()
         with pytest.raises(HandoverFailed, match="not what was sent"):
             out.send(model.state_dict())

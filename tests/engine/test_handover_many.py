@@ -72,7 +72,7 @@ def test_what_is_wrong_is_refused_by_stages(fault, mode, saved, sockets, monkeyp
             with monkeypatch.context() as patched:
                 if fault == "checksum":
                     true = buffers.checksum
-                    patched.setattr("vexact_engine.handover.sender.checksum", lambda used: true(used) + 1)
+                    patched.setattr("vexact_engine.handover.filling.checksum", lambda used: true(used) + 1)
                 result = start()
                 says = {"untied": "tied, but hold different values", "checksum": "not what was sent"}.get(fault, fault)
                 with pytest.raises((HandoverFailed, ValueError), match=says):
