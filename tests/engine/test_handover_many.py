@@ -17,6 +17,7 @@ from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, left, other, rec
 from vexact_engine import Engine, HandoverFailed, Replicas, StageDied, WeightsTorn
 from vexact_engine.handover import buffers
 from vexact_engine.parallel.messages import Open
+from vexact_engine.parallel.pipeline import PipelineWorker, ReadingOfStages
 from vexact_engine.parallel.replicas import places
 from vexact_engine.weights.experts import per_expert
 
@@ -52,6 +53,32 @@ def test_each_stage_takes_its_own_layers(saved, mode, sockets):
             result = start()
             assert out.send(model.state_dict()) == 4 == result()
             assert texts(engine) == old
+
+
+def test_stages_are_told_of_a_bucket_before_they_have_answered_for_the_one_before(saved, sockets, monkeypatch):
+    path, family = saved
+    new, said = other(build(family)), []
+    take, wait = PipelineWorker.take_bucket, PipelineWorker.await_answers
+
+    def takes(worker, bucket):
+        if not said:
+            time.sleep(0.5)  # the sender has filled others by then
+        said.append("take")
+        return take(worker, bucket)
+
+    def waits(worker, key):
+        said.append("wait")
+        return wait(worker, key)
+
+    monkeypatch.setattr(PipelineWorker, "take_bucket", takes)
+    monkeypatch.setattr(PipelineWorker, "await_answers", waits)
+    monkeypatch.setattr(ReadingOfStages, "done", False)  # on a GPU copies take their time
+    with in_stages(path) as engine, receiving(engine) as (receiver, start):
+        with sender(receiver, bucket_bytes=4096, checksum=True) as out:
+            result = start()
+            assert out.send(new.state_dict()) == 1 == result()
+        assert said[:3] == ["take"] * 3 and said.count("take") == said.count("wait") > 10
+        assert texts(engine) == expected(family, new)
 
 
 @MODES
