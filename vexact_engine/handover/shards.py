@@ -85,6 +85,7 @@ class ShardedWeightSender:
                 "one host alone. Give ranks of one host that hold every tensor together, or whole tensors to a "
                 "WeightSender"
             )
+        self._early: dict[int, bytes] = {}  # ranks that have begun the next set while the first was at one that failed
         self._first = found[0][1]
         self._peers = [m.Peer(pid, started, name) for _, _, pid, started, name in found]
 
@@ -254,15 +255,22 @@ class _First:
         """All have begun the set, each by a new socket: of a rank that has given up and come again, the newest."""
         others = set(range(1, self._sender._size))
         wait = protocol.Wait(None, self._sender.timeout, "the other ranks of the trainer", self._dead)
-        while others - self._at.keys() or (self._router is not None and self._router.poll(0)):
+        while others - self._sender._early.keys() or (self._router is not None and self._router.poll(0)):
             wait.until_heard(self._poller)
-            by, *parts = self._router.recv_multipart()
-            message = _read(parts)
-            if isinstance(message, m.Here) and message.rank in others:
-                self._ranks.pop(self._at.pop(message.rank, b""), None)
-                self._at[message.rank], self._ranks[by] = by, message.rank
-            elif isinstance(message, m.Failed) and by in self._ranks:
-                del self._at[self._ranks.pop(by)]
+            self._heard()
+        self._at, self._sender._early = self._sender._early, {}
+        self._ranks = {by: rank for rank, by in self._at.items()}
+
+    def _heard(self) -> tuple[int | None, m.OfRanks]:
+        """What a rank has said of this set, and which; None where it is not of this set. Of one that has begun the next
+        before its last words of this one are read: it is kept."""
+        by, *parts = self._router.recv_multipart()
+        message, rank = _read(parts), self._ranks.get(by)
+        if rank is None and isinstance(message, m.Here) and message.rank < self._sender._size:
+            self._sender._early[message.rank] = by
+        elif rank is None and isinstance(message, m.Failed):
+            self._sender._early = {rank: at for rank, at in self._sender._early.items() if at != by}
+        return rank, message
 
     def _dead(self) -> str:
         gone = next((peer for peer in self._sender._peers[1:] if not peer.alive), None)
@@ -294,8 +302,7 @@ class _First:
         wait = protocol.Wait(None, self._sender.timeout, "another rank's offer of memory", self._dead)
         while True:
             wait.until_heard(poller)
-            by, *parts = self._router.recv_multipart()
-            message, rank = _read(parts), self._ranks.get(by)
+            rank, message = self._heard()
             if rank is None:
                 continue
             if isinstance(message, m.Failed):
@@ -338,8 +345,7 @@ class _First:
             else:
                 self._free.append(buffer)
         if self._router in ready:
-            by, *parts = self._router.recv_multipart()
-            message, rank = _read(parts), self._ranks.get(by)
+            rank, message = self._heard()
             if rank is None:
                 return True
             if isinstance(message, m.Failed):
