@@ -20,7 +20,8 @@ import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, Replicas, SamplingParams
 from vexact_engine.core.images import Recent
 from vexact_engine.media import images as opening
-from vexact_ops.patch.description import Images
+from vexact_ops.patch.description import Images, NotDescribed
+from vexact_ops.patch.hf import Handle
 from vexact_ops.testing import assert_bitwise
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
@@ -342,7 +343,10 @@ def test_a_text_model_takes_no_images():
 
 
 def test_a_model_that_has_no_description_says_why_it_takes_no_images(monkeypatch, caplog):
-    monkeypatch.setitem(image_models.TEXT, "hidden_act", "gelu")
+    def undescribed(handle):  # no family that takes images is such; one may come
+        raise NotDescribed("model.layers.0.mlp: 'erf' has no words in a description")
+
+    monkeypatch.setattr(Handle, "describe", undescribed)
     with Engine.from_pretrained(image_models.tiny("qwen3_vl"), config=CONFIG) as engine:
         (bad,) = engine.generate([PROMPTS[0]], PARAMS)
     assert "images: this engine's model takes none" in bad.error
