@@ -2,7 +2,6 @@
 engine computes the bits of one with the same weights, or all ranks are told why not."""
 
 import contextlib
-import functools
 import os
 import threading
 import types
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, ShardedWeightSender
+from vexact_engine.handover import buffers
 from vexact_engine.handover import messages as m
 from vexact_engine.handover.shards import _First, own_piece
 from vexact_engine.weights.update import Piece, Places, Update
@@ -219,6 +219,31 @@ def test_a_rank_that_dies_is_named(tmp_path, sockets):
     assert (tmp_path / "dies-0").read_text().startswith(DIES[0])
 
 
+def test_memory_of_a_rank_that_does_not_open(tmp_path, sockets, monkeypatch):
+    opens, names = buffers.OpenedBuckets, []
+
+    def second(kind, name, *given):
+        names.append(name)
+        if len(names) == 2:
+            raise HandoverFailed("weights: no right to")
+        return opens(kind, name, *given)
+
+    monkeypatch.setattr(buffers, "OpenedBuckets", second)
+    with Engine.from_pretrained(build(FAMILY), config=CONFIG) as engine, receiving(engine) as (receiver, start):
+        old, result = texts(engine), start()
+        ranks = spawned(failing, str(tmp_path / "store"), ["opens"], receiver.address, str(tmp_path), size=2)
+        with pytest.raises(HandoverFailed, match="rank 1: weights: no right to"):
+            while_they_run(ranks, result)
+        assert texts(engine) == old
+        assert while_they_run(ranks, start()) == 1
+        joined(ranks)
+    told = [(tmp_path / f"opens-{rank}").read_text() for rank in range(2)]
+    assert told == [
+        "HandoverFailed: rank 1: weights: no right to",
+        "HandoverFailed: rank 0: rank 1: weights: no right to",
+    ]
+
+
 class Said:
     """The first rank's socket, with what two others have said, in the order that it is read."""
 
@@ -235,21 +260,20 @@ class Said:
 def test_a_rank_that_begins_the_next_set_is_known_there_whatever_is_read_first(monkeypatch):
     """Its last words of this one come by another socket: of two that is read first which happens to be."""
     me = m.Peer.self("a rank")
-    here = functools.partial(m.Here, peer=me)
     monkeypatch.setattr("vexact_engine.handover.shards.protocol.Wait.until_heard", lambda self, poller: None)
     sender = types.SimpleNamespace(_early={}, _size=3, _peers=[me] * 3, _listener=None, _inner=None, timeout=1.0)
     one = _First(sender, None)
-    one._router = Said((b"a", here(1)), (b"b", here(2)), (b"z", here(7)))
+    one._router = Said((b"a", m.Here(1)), (b"b", m.Here(2)), (b"z", m.Here(7)))
     one._await_ranks()
     assert one._at == {1: b"a", 2: b"b"} and sender._early == {}
     one._router = Said(
-        (b"c", here(1)), (b"a", m.Failed("full")), (b"d", here(2)), (b"e", here(2)), (b"c", m.Failed(""))
+        (b"c", m.Here(1)), (b"a", m.Failed("full")), (b"d", m.Here(2)), (b"e", m.Here(2)), (b"c", m.Failed(""))
     )
     assert one._heard()[0] is None and one._heard() == (1, m.Failed("full"))
     assert [one._heard()[0] for _ in range(2)] == [None, None] and sender._early == {1: b"c", 2: b"e"}
     assert one._heard()[0] is None and sender._early == {2: b"e"}  # it has given up since
     two = _First(sender, None)
-    two._router = Said((b"f", here(1)), (b"b", m.Ended("")))
+    two._router = Said((b"f", m.Here(1)), (b"b", m.Ended("")))
     two._await_ranks()
     assert two._at == {1: b"f", 2: b"e"} and two._ranks == {b"f": 1, b"e": 2}
 

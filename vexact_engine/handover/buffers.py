@@ -170,6 +170,11 @@ class Memories:
 
     def _memory(self, bucket: m.Bucket) -> Tensor:
         name = bucket.memory or self._now
+        if bucket.memory and name not in self._opened:  # other machines' stages have memory of their own, one set of it
+            raise HandoverFailed(
+                "weights: a bucket lies in memory that is not open here: shards go to an engine whose stages are all "
+                "on the trainer's host; send whole tensors (WeightSender) to one on several"
+            )
         tensors = self._opened[name].tensors if name in self._opened else []
         if not 0 <= bucket.buffer < len(tensors):
             raise HandoverFailed(f"weights: the sender filled bucket {bucket.buffer} of {len(tensors)}")

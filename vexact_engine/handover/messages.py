@@ -173,7 +173,6 @@ class Here(msgspec.Struct, tag=True):
     """A rank has begun a set."""
 
     rank: Count
-    peer: Peer
 
 
 class Begin(msgspec.Struct, tag=True):

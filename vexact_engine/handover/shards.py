@@ -7,8 +7,8 @@ Every rank fills buckets of its own; the first of them talks to the receiver, an
                                                                  <- Welcome
                                  <- Begin
     Offer ->                            Offer, of each rank ->
-                                 <- Opened                       <- Opened
-                                 <- Opened, that all are; or Begin, with another kind of memory
+                                                                 <- Opened
+                                 <- Opened, once all are
     Bucket ->                           Bucket, of each rank ->
                                  <- Ack                          <- Ack
     Ended ->
@@ -33,7 +33,7 @@ from ..errors import HandoverFailed, PeerLost
 from ..weights.update import Piece
 from . import messages as m
 from . import protocol
-from .buffers import CUDA, HOST, Buckets
+from .buffers import HOST, Buckets
 from .filling import Expected, Filling
 from .packing import check_whole
 from .sender import Session, WeightSender
@@ -72,11 +72,13 @@ class ShardedWeightSender:
         options = {"bucket_bytes": bucket_bytes, "transport": transport, "checksum": checksum, "timeout": timeout}
         self.rank, self._size, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
         self._inner = WeightSender(address or "", numerics=numerics, **options)
-        self._me = m.Peer.self(f"rank {self.rank} of the trainer")
         self._listener = protocol.Listener() if self.rank == 0 and self._size > 1 else None
-        at = self._listener.address if self._listener is not None else ""
+        at, me = (
+            "" if self._listener is None else self._listener.address,
+            m.Peer.self(f"rank {self.rank} of the trainer"),
+        )
         found: list = [None] * self._size
-        dist.all_gather_object(found, (_host(), at, self._me.pid, self._me.started, self._me.name), group=group)
+        dist.all_gather_object(found, (_host(), at, me.pid, me.started, me.name), group=group)
         hosts = {host for host, *_ in found}
         if len(hosts) > 1:
             self._end()
@@ -282,40 +284,32 @@ class _First:
 
     def _open_all(self, device: torch.device, welcome: m.Welcome) -> Buckets:
         """This rank's buckets, once the receiver has opened every rank's, all of one kind."""
-        while True:
-            buffers = self._inner._open(device, welcome)
-            self._tell(m.Begin(welcome, buffers.kind))
-            answers = dict(self._open() for _ in self._at)
-            reasons = [reason for _, reason in sorted(answers.items()) if reason]
-            if not reasons:
-                self._tell(m.Opened())
-                return buffers
-            if buffers.kind == HOST or self._inner.transport != "auto":
-                raise HandoverFailed(reasons[0])
-            log.warning("%s; going on by %s", reasons[0], HOST)
-            self._inner._refused.add((CUDA, str(buffers.device)))
+        buffers = self._inner._open(device, welcome)
+        self._tell(m.Begin(welcome, buffers.kind))
+        for _ in self._at:
+            self._open()
+        self._tell(m.Opened())
+        return buffers
 
-    def _open(self) -> tuple[int, str]:
-        """The next rank that offers its buckets, and why they could not be opened; "" where they were."""
+    def _open(self) -> None:
+        """What the next rank offers. HandoverFailed where that cannot be opened."""
         poller = protocol.zmq.Poller()
         poller.register(self._router, protocol.zmq.POLLIN)
         wait = protocol.Wait(None, self._sender.timeout, "another rank's offer of memory", self._dead)
-        while True:
+        rank, message = None, None
+        while rank is None:
             wait.until_heard(poller)
             rank, message = self._heard()
-            if rank is None:
-                continue
-            if isinstance(message, m.Failed):
-                raise HandoverFailed(message.reason)
-            if isinstance(message, m.Unopened):
-                return rank, message.reason
-            if not isinstance(message, m.Offer):
-                raise HandoverFailed(f"weights: rank {rank} said {type(message).__name__}, where an offer was due")
-            self._inner._post(message)
-            answer = self._inner._answer("an answer to the offer of memory", m.Opened, m.Unopened)
-            self._tell(answer, rank)
-            self._memory[rank] = message.name
-            return rank, answer.reason if isinstance(answer, m.Unopened) else ""
+        if isinstance(message, m.Failed):
+            raise HandoverFailed(message.reason)
+        if not isinstance(message, m.Offer):
+            raise HandoverFailed(f"weights: rank {rank} said {type(message).__name__}, where an offer was due")
+        self._inner._post(message)
+        answer = self._inner._answer("an answer to the offer of memory", m.Opened, m.Unopened)
+        if isinstance(answer, m.Unopened):
+            other = "" if message.kind == HOST else '. transport="shared_memory" needs no such right'
+            raise HandoverFailed(f"rank {rank}: {answer.reason}{other}")
+        self._memory[rank] = message.name
 
     # Buckets
 
@@ -375,7 +369,7 @@ class _Other:
     def send(self, pairs: Iterable[tuple[str, Tensor]]) -> int:
         try:
             self._socket.connect(self._sender._first)
-            self._say(m.Here(self._sender.rank, self._sender._me))
+            self._say(m.Here(self._sender.rank))
             return self._send(pairs)
         except BaseException as error:
             if not self._told:
@@ -391,13 +385,11 @@ class _Other:
         head = next(pairs, None)
         if head is None:
             raise ValueError("weights: no tensors were given")
-        while isinstance(begin, m.Begin):
-            kind, welcome = begin.kind, begin.welcome
-            opened = self._open(kind, head[1].device)
-            begin = self._answer("that all ranks' buckets are open", m.Begin, m.Opened)
+        self._say(self._inner.offered(begin.kind, head[1].device))
+        self._answer("that all ranks' buckets are open", m.Opened)
         freed, waits = lambda: self._answer("an acknowledgement", m.Ack).buffer, lambda: bool(self._socket.poll(0))
-        filling = Filling(opened, self._say, freed, waits, checksums=self._inner.checksum)
-        given = _Sorted(Expected(welcome.manifest), first=False)
+        filling = Filling(self._inner._buffers[begin.kind], self._say, freed, waits, checksums=self._inner.checksum)
+        given = _Sorted(Expected(begin.welcome.manifest), first=False)
         given.put(*head, filling.put)
         for name, tensor in pairs:
             given.put(name, tensor, filling.put)
@@ -411,20 +403,6 @@ class _Other:
         done = self._answer("the new version", m.Done)
         self._told = True
         return done.weight_version
-
-    def _open(self, kind: str, device: torch.device) -> Buckets | None:
-        """Buckets that the receiver has opened; None where it cannot, and another kind is to be tried."""
-        inner = self._inner
-        try:
-            offer = inner.offered(kind, device)
-        except HandoverFailed as error:
-            self._say(m.Unopened(str(error)))
-            return None
-        self._say(offer)
-        if isinstance(self._answer("an answer to the offer of memory", m.Opened, m.Unopened), m.Opened):
-            return inner._buffers[kind]
-        inner._buffers.pop(kind).close()
-        return None
 
     def _say(self, message: m.OfRanks) -> None:
         self._socket.send(m.encode(message))

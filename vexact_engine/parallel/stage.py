@@ -29,7 +29,6 @@ from ..core.step import Step
 from ..errors import HandoverFailed
 from ..handover.buffers import HOST, Buckets, Memories
 from ..handover.messages import Bucket, Offer, dtype_of
-from ..handover.session import Reading
 from ..handover.threads import half_the_threads
 from ..runner.sleep import memory_of
 from ..weights.cut import cut, shapes
@@ -218,15 +217,11 @@ class Stage:
 
     def _take(self, key: int, bucket: Bucket) -> None:
         """What this stage holds of it. The next bucket's copies are given to the device while it does this one's."""
-
-        def write() -> Reading:
+        try:
             with half_the_threads():
                 pairs = self._memories.values(bucket)
                 self._update.write(pair for pair in self._rows.of(pairs) if self._update.knows(pair[0]))
-            return self._memories.fence()
-
-        try:
-            reading = write()
+            reading = self._memories.fence()
         except _OF_WEIGHTS as error:
             self.send(self._refusal(key, error))
         else:
