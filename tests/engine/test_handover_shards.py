@@ -286,14 +286,16 @@ def test_what_is_a_run_of_elements_and_what_is_not(tmp_path):
 def runs(rank: int, path: str) -> None:
     connected(rank, path, 3)
     mesh = init_device_mesh("cpu", (3,))
-    whole = torch.arange(7 * 4).view(7, 4)
-    piece = own_piece(distribute_tensor(whole, mesh, [Shard(0)]))
+    whole, known = torch.arange(7 * 4).view(7, 4), {}
     begin, end = ((0, 12), (12, 24), (24, 28))[rank]
-    assert piece.start == begin and piece.values.tolist() == list(range(begin, end))
-    assert len(own_piece(distribute_tensor(whole[:2], mesh, [Shard(0)])).values) == (0 if rank == 2 else 4)
-    replicated = own_piece(distribute_tensor(whole, mesh, [Replicate()]))
+    for more in (0, 100):  # the second by what is known of the first's layout
+        piece = own_piece(distribute_tensor(whole + more, mesh, [Shard(0)]), known)
+        assert piece.start == begin and piece.values.tolist() == list(range(begin + more, end + more))
+    assert len(known) == 1
+    assert len(own_piece(distribute_tensor(whole[:2], mesh, [Shard(0)]), known).values) == (0 if rank == 2 else 4)
+    replicated = own_piece(distribute_tensor(whole, mesh, [Replicate()]), known)
     assert len(replicated.values) == (0 if rank else 28)
-    assert own_piece(distribute_tensor(whole, mesh, [Shard(1)])) is None
+    assert own_piece(distribute_tensor(whole, mesh, [Shard(1)]), known) is None
     dist.destroy_process_group()
 
 

@@ -104,11 +104,12 @@ class Filling:
         return told
 
     def _copy(self, into: Tensor, part: Tensor) -> None:
-        with half_the_threads():
-            into.copy_(part, non_blocking=part.is_cuda)
-        for device in {part.device, into.device}:
-            if device.type == "cuda":
-                self._streams.add(torch.cuda.current_stream(device))
+        if not (part.is_cuda or into.is_cuda):
+            with half_the_threads():
+                into.copy_(part)
+            return
+        into.copy_(part, non_blocking=part.is_cuda)
+        self._streams |= {torch.cuda.current_stream(t.device) for t in (part, into) if t.is_cuda}
 
     def _spaces(self) -> Iterator[BucketSpace]:
         """Buckets that may be filled, as they are given back."""

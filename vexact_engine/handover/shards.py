@@ -21,9 +21,10 @@ Failed, from either side, ends the set for all.
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,10 @@ from .buffers import HOST, Buckets
 from .filling import Expected, Filling
 from .packing import check_whole
 from .sender import Session, WeightSender
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +93,7 @@ class ShardedWeightSender:
                 "WeightSender"
             )
         self._early: dict[int, bytes] = {}  # ranks that have begun the next set while the first was at one that failed
+        self.runs: dict[tuple, int | None] = {}  # where they begin, of each layout that has come: see own_piece
         self._first = found[0][1]
         self._peers = [m.Peer(pid, started, name) for _, _, pid, started, name in found]
 
@@ -134,8 +140,8 @@ class ShardedWeightSender:
 class _Sorted:
     """What a rank was given: its own pieces as they come, and the rest for later."""
 
-    def __init__(self, expected: Expected, first: bool):
-        self._expected, self._first = expected, first
+    def __init__(self, expected: Expected, first: bool, known: dict[tuple, int | None]):
+        self._expected, self._first, self._known = expected, first, known
         self.later: list[tuple[str, Tensor, torch.dtype]] = []
         self._digest = hashlib.sha256()
 
@@ -152,7 +158,7 @@ class _Sorted:
         if not sharded:
             if self._first:
                 fill(name, tensor, dtype)
-        elif (found := own_piece(tensor)) is None:
+        elif (found := own_piece(tensor, self._known)) is None:
             self.later.append((name, tensor, dtype))
         elif len(found.values):
             fill(name, found, dtype)
@@ -162,24 +168,37 @@ class _Sorted:
         return self._digest.hexdigest()
 
 
-def own_piece(tensor: Tensor) -> Piece | None:
+def own_piece(tensor: Tensor, known: dict[tuple, int | None]) -> Piece | None:
     """What this rank holds of a DTensor and is the one to send, as a run of the whole tensor's elements; None where its
-    elements are not one run, or are yet to be summed."""
+    elements are not one run, or are yet to be summed.
+
+    known   where runs begin, as `_begin` has found it for tensors of one layout: most of a model's are of a few
+    """
+    key = tensor.device_mesh, tensor.placements, tensor.shape
+    if key not in known:
+        known[key] = _begin(*key)
+    if (begin := known[key]) is None:
+        return None
+    with torch.no_grad():  # else it would be one more view for autograd, each time
+        local = tensor.to_local()
+    return Piece(0, local.new_empty(0)) if begin < 0 else Piece(begin, local.reshape(-1))
+
+
+def _begin(mesh: "DeviceMesh", placements: Sequence["Placement"], shape: Sequence[int]) -> int | None:
+    """Of this rank's run, its first element's number; negative where another rank has the same to send."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, placements = tensor.device_mesh, tensor.placements
     cut = [placement for placement in placements if type(placement) is not Replicate]
     if len(cut) > 1 or any(type(placement) is not Shard or placement.dim != 0 for placement in cut):
         return None
-    local = tensor.to_local().detach()
     where = mesh.get_coordinate()
     if where is None or any(at and type(p) is Replicate for at, p in zip(where, placements)):
-        return Piece(0, local.new_empty(0))
+        return -1
     if not cut:
-        return Piece(0, local.reshape(-1))
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    return Piece(offset[0] * prod(tensor.shape[1:]), local.reshape(-1))
+        return 0
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return offset[0] * prod(shape[1:])
 
 
 class _First:
@@ -227,7 +246,7 @@ class _First:
             checksums=self._inner.checksum,
             memory=buffers.name,
         )
-        given = _Sorted(session.expected, first=True)
+        given = _Sorted(session.expected, True, self._sender.runs)
         given.put(*head, filling.put)
         for name, tensor in pairs:
             while self._hear():
@@ -389,7 +408,7 @@ class _Other:
         self._answer("that all ranks' buckets are open", m.Opened)
         freed, waits = lambda: self._answer("an acknowledgement", m.Ack).buffer, lambda: bool(self._socket.poll(0))
         filling = Filling(self._inner._buffers[begin.kind], self._say, freed, waits, checksums=self._inner.checksum)
-        given = _Sorted(Expected(begin.welcome.manifest), first=False)
+        given = _Sorted(Expected(begin.welcome.manifest), False, self._sender.runs)
         given.put(*head, filling.put)
         for name, tensor in pairs:
             given.put(name, tensor, filling.put)
