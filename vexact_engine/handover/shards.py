@@ -72,6 +72,7 @@ class ShardedWeightSender:
         options = {"bucket_bytes": bucket_bytes, "transport": transport, "checksum": checksum, "timeout": timeout}
         self.rank, self._size, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
         self._inner = WeightSender(address or "", numerics=numerics, **options)
+        self.address, self.numerics = self._inner.address, self._inner.numerics
         self._listener = protocol.Listener() if self.rank == 0 and self._size > 1 else None
         at, me = (
             "" if self._listener is None else self._listener.address,

@@ -1,7 +1,8 @@
 """A trainer's weights on their way to a rollout, and what is known of the forward that they are of."""
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -39,6 +40,8 @@ class Weights:
     computes   of each parameter and buffer the dtype that its forward has it in. They are rounded to that, to nearest
                even, as FSDP2 casts its masters
     of         called once they are through with the step that they are of, where that is known: see check.py
+    shards     the same masters without a collective, where that can be: those of several ranks as DTensors, on all of
+               these in the same order. None where it cannot
     raises     RuntimeError on a name that is neither's
     """
 
@@ -48,14 +51,28 @@ class Weights:
         computes: Mapping[str, torch.dtype],
         about: About,
         of: Callable[[int | None], None] = lambda step: None,
+        shards: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
         self._items, self._computes, self.about, self.of = iter(items), computes, about, of
+        self._shards = shards
+
+    @property
+    def sharded(self) -> bool:
+        """Whether there are `shards`: on all of a trainer's ranks or on none."""
+        return self._shards is not None
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """In the place of the iterator, of which no rank takes an item then: (name, tensor) pairs rounded likewise, of
+        which each rank has a part. Experts are stacked, as the parameters are."""
+        return itertools.starmap(self._rounded, self._shards())
 
     def __iter__(self) -> "Weights":
         return self
 
     def __next__(self) -> tuple[str, Tensor]:
-        name, tensor = next(self._items)
+        return self._rounded(*next(self._items))
+
+    def _rounded(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         kind = self._computes.get(name) or self._computes.get(_EXPERT.sub(_stacked, name))
         if kind is None:
             raise RuntimeError(
