@@ -88,9 +88,9 @@ class Watched:
 
 
 def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
-    """Four updates of a rollout that `job.replica` ranks share, of which the first rank has the engine: the second with
-    a fault in what the others hold, the third with a server that is not to be had. -> what this rank saw of each, and
-    on the first rank what the engine has then."""
+    """Five updates of a rollout that `job.replica` ranks share, of which the first rank has the engine: the second with
+    a fault in what the others hold, the third with a server that is not to be had, the last to its successor. -> what
+    this rank saw of each, and on the first rank what the engine has then."""
     from verl.workers.config import RolloutConfig
 
     from vexact_engine import Engine, EngineConfig
@@ -122,20 +122,20 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
         os.environ["RANK"] = str(rank)
         told = {"tensor_model_parallel_size": job.replica, "dtype": "bfloat16"}
         adapter = Adapter(RolloutConfig(name="vexact", **told), model_config, None)
-        seen = []
-        for step in range(1, 5):
+        seen, before = [], None
+        for step in range(1, 6):
             there[0], error = step != 3, ""
+            if step == 5 and leads:  # the server has a successor
+                receiver.close()
+                receiver = stack.enter_context(WeightReceiver(engine))
             given = Watched(trainer, faulty=step == 2 and not leads)
             with _gathers() as gathers:
                 try:
                     asyncio.run(adapter.update_weights(given.weights, global_steps=step))
                 except Exception as raised:
                     error = f"{type(raised).__name__}: {raised}"
-            sender = adapter._sender
-            seen.append(
-                {"error": error, "taken": given.taken, "gathers": len(gathers), "sender": type(sender).__name__}
-            )
-            seen[-1]["kept"] = step == 1 or sender is before
+            sender, counts = adapter._sender, {"taken": given.taken, "gathers": len(gathers)}
+            seen.append({"error": error, "sender": type(sender).__name__, "kept": sender is before, **counts})
             before = sender
             torch.distributed.barrier()
         found: dict[str, Any] = {"seen": seen}
