@@ -70,18 +70,18 @@ class Watched:
 
     def __init__(self, trainer, faulty: bool):
         self.weights, _ = trainer.get_per_tensor_param()
-        self.taken, self._items, self._shards = 0, self.weights._items, self.weights._shards
+        self.taken, self._items, self._shards = 0, self.weights._items, self.weights.shards
         self.weights._items = self._counted()
-        if faulty and self.weights.sharded:
-            self.weights._shards = self._broken_off
+        if faulty:
+            self.weights.shards = self._broken_off
 
     def _counted(self) -> Iterator:
         for item in self._items:
             self.taken += 1
             yield item
 
-    def _broken_off(self) -> Iterator:
-        for number, item in enumerate(self._shards()):
+    def _broken_off(self, *given) -> Iterator:
+        for number, item in enumerate(self._shards(*given)):
             if number == 5:
                 raise RuntimeError("no more memory")
             yield item

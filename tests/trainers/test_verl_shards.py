@@ -1,6 +1,8 @@
 """verl's own engines of several ranks under the vendor name vexact, and a rollout of as many: each rank sends what it
 holds, and the rollout has the bits of the tensors that verl makes whole. A rollout of fewer ranks gets those."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from verl.workers.config import HFModelConfig
@@ -50,8 +52,12 @@ def two(folders, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(folders, tmp_path_factory):
-    hybrid = {"engine": {"fsdp_size": 2}, "replica": 4}
-    jobs = [job("two-each", folders), job("hybrid", folders, "qwen3_moe", hybrid)]
+    copies = {"engine": {"fsdp_size": 2}}
+    jobs = [
+        job("two-each", folders),
+        job("copies", folders, "qwen3_moe", copies, replica=4),
+        job("a-copy-each", folders, "deepseek_v3", copies),
+    ]
     return run(jobs, tmp_path_factory.mktemp("four") / "run", 4)
 
 
@@ -96,7 +102,7 @@ def check_shards(found, path, rows):
     errors = of(leader["seen"], "error")
     assert errors[1].startswith("HandoverFailed: rank ") and errors[2] == "RuntimeError: no server"
     assert "RuntimeError: no more memory" in [of(rank["seen"], "error")[1] for rank in others]
-    told = "HandoverFailed: weights: rank 0 of the trainer: RuntimeError: no server"
+    told = "HandoverFailed: weights: rank 0 of the replica: RuntimeError: no server"
     assert {of(rank["seen"], "error")[2] for rank in others} == {told}
 
 
@@ -107,7 +113,14 @@ def test_each_rank_sends_what_it_holds(name, two, folders):
 
 
 def test_copies_of_a_model_that_is_cut(four, folders):
-    check_shards(four["hybrid"], folders["qwen3_moe"], job("", folders).rows)
+    check_shards(four["copies"], folders["qwen3_moe"], job("", folders).rows)
+
+
+def test_a_replica_of_the_ranks_of_a_copy(four, folders):
+    found, rows = four["a-copy-each"], job("", folders).rows
+    for first in 0, 2:
+        ranks = replace(found, handed=found.handed[first : first + 2])
+        check_shards(ranks, folders["deepseek_v3"], rows)
 
 
 def check_whole(found, size, path, rows):

@@ -26,7 +26,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 import vexact_ops as vx
@@ -37,7 +36,7 @@ from . import check_options, check_versions, declared_options, overridden, wants
 check_versions()
 
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_name
 from verl.utils.model import convert_weight_keys
 from verl.workers import engine as engines
 from verl.workers.engine import BaseEngine, EngineRegistry
@@ -120,15 +119,10 @@ class AlignedEngine:
         name = next(name for name, parameter in self.module.named_parameters() if parameter is embedding)
         numerics = self.aligned.numerics(get_device_name(), rounded=True)
         about = About(numerics, str(computes[name]).removeprefix("torch."), self.computes_by)
-        # experts on some of the ranks are no DTensors of all
-        shards = self._held if getattr(self.engine_config, "expert_parallel_size", 1) == 1 else None
-        return Weights(items, convert_weight_keys(computes, self.module), about, self.check.of, shards), adapters
-
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """What verl makes whole, as it lies here: DTensors on the device, each where it is asked for, and buffers."""
-        device = get_device_id()  # of which offloaded ones are not
-        for name, tensor in convert_weight_keys(self.module.state_dict(), self.module).items():
-            yield name, tensor.to(device, non_blocking=True) if isinstance(tensor, DTensor) else tensor
+        held = None
+        if getattr(self.engine_config, "expert_parallel_size", 1) == 1:  # or experts are no DTensors of all ranks
+            held = convert_weight_keys(self.module.state_dict(), self.module)
+        return Weights(items, convert_weight_keys(computes, self.module), about, self.check.of, held), adapters
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         pad, offsets = output_args.get("pad_size", 0), micro_batch["input_ids"].offsets()

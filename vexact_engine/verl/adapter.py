@@ -9,7 +9,7 @@ from . import check_versions, declared_options
 check_versions()
 import ray
 import torch.distributed as dist
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id, get_device_name
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
@@ -19,7 +19,7 @@ from ..errors import HandoverFailed
 from ..handover.sender import WeightSender
 from ..handover.shards import ShardedWeightSender
 from ..weights.load import as_dtype
-from .handed import About, Weights, said
+from .handed import About, Held, Weights, said
 from .server import LARGEST_BUCKET, check_trained, engine_options, server_name
 
 _VENDOR, _ACTOR = "vexact", f"{__package__}.actor"
@@ -29,10 +29,9 @@ class ServerAdapter(BaseRollout):
     """Tells the server of its replica what verl tells each rank, and sends it the weights.
 
     replica_rank     the replica's; -1: by the rank in the trainer's world
-    is_leader_rank   whether this rank tells the server what to do. Where the trainer's ranks are this replica's alone,
-                     on one node, and hold an aligned trainer's weights together, each sends what it holds. Otherwise
-                     the first rank on each of a replica's nodes sends whole tensors there, and the others take part in
-                     what is collective
+    is_leader_rank   whether this rank tells the server what to do. Where the replica's ranks, on one node, hold all
+                     weights of an aligned trainer together, each sends what it holds. Otherwise the first rank on each
+                     of the replica's nodes sends whole tensors there, and the others take part in what is collective
     raises           ValueError, TypeError, naming an option of the rollout that it does not have
     """
 
@@ -65,7 +64,7 @@ class ServerAdapter(BaseRollout):
         collective; or, where each sends what it holds, no rank takes any, and what fails on one is raised on all.
 
         weights   an iterator, asynchronous or not, of (Hugging Face name, whole tensor). An aligned trainer's say what
-                  they are of (handed.About), and may have shards; verl's own actor's do not, and are taken for what the
+                  they are of (handed.About), and who holds which; verl's own actor's do not, and are taken for what the
                   options say
         raises    HandoverFailed, PeerLost, with what the engine has now: the same on all of a replica's nodes, of which
                   the one is named that it failed on; ValueError where the trainer computes in
@@ -80,8 +79,8 @@ class ServerAdapter(BaseRollout):
                 "weights alone. verl's own actor merges them (model.lora.merge=True), and its log-probabilities are "
                 "not the rollout's; the vexact actor trains without LoRA"
             )
-        if self._sends_shards(weights):
-            await self._update_by_shards(weights, global_steps)
+        if isinstance(weights, Weights) and (held := self._held(weights)) is not None:
+            await self._update_by_shards(weights, held, global_steps)
             return
         items = ensure_async_iterator(weights)
         try:
@@ -110,13 +109,14 @@ class ServerAdapter(BaseRollout):
         if global_steps is not None:
             await server.set_global_steps.remote(global_steps)
 
-    def _sends_shards(self, weights) -> bool:
-        """Whether the trainer's ranks are this replica's alone, on one node, and each can send what it holds: the same
-        on all of them. Of a trainer of several replicas none has a whole tensor among its ranks."""
-        sharded = isinstance(weights, Weights) and weights.sharded
-        return sharded and self._on_one_node and 1 < self._size == dist.get_world_size()
+    def _held(self, weights: Weights) -> Held | None:
+        """What this rank can send of all weights, where the replica's ranks hold them together and are on one node."""
+        if self._size == 1 or not self._on_one_node:
+            return None
+        first = self.replica_rank * self._size
+        return weights.held_by(range(first, first + self._size))
 
-    async def _update_by_shards(self, weights: Weights, global_steps: int | None) -> None:
+    async def _update_by_shards(self, weights: Weights, held: Held, global_steps: int | None) -> None:
         server, address, wrong = None, None, None
         try:
             weights.about.refuse(as_dtype(self.config.dtype, get_device_name()))
@@ -125,9 +125,9 @@ class ServerAdapter(BaseRollout):
                 address = await server.get_weights_address.remote(self._node)
         except BaseException as error:  # the others wait to hear of it
             wrong = error
-        sender = self._sharded_sender_to(address, weights.about, wrong)
+        sender = self._sharded_sender_to(address, weights.about, held.group, wrong)
         received = server.receive_weights.remote() if server is not None else None
-        sender.send(weights.shards())
+        sender.send(weights.shards(held, get_device_id()))
         if received is not None:
             await self._received(server, received, global_steps)
         said(weights, global_steps)
@@ -148,22 +148,25 @@ class ServerAdapter(BaseRollout):
             self._sender = WeightSender(address, numerics=numerics, **self._sender_options())
         return self._sender
 
-    def _sharded_sender_to(self, address: str | None, about: About, wrong: BaseException | None) -> ShardedWeightSender:
-        """By all ranks together: to the address that the first gives, unless something is wrong on one of them."""
+    def _sharded_sender_to(
+        self, address: str | None, about: About, group: dist.ProcessGroup | None, wrong: BaseException | None
+    ) -> ShardedWeightSender:
+        """By all of the replica's ranks together: to the address that the first gives, unless something is wrong."""
         held = self._sender if isinstance(self._sender, ShardedWeightSender) else None
         why = "" if wrong is None else f"{type(wrong).__name__}: {wrong}"
         own = held.address if held is not None and held.numerics == about.numerics else None
         found: list = [None] * self._size
-        dist.all_gather_object(found, (address, own, why))
+        dist.all_gather_object(found, (address, own, why), group=group)
         if wrong is not None:
             raise wrong
         for rank, (_, _, why) in enumerate(found):
             if why:
-                raise HandoverFailed(f"weights: rank {rank} of the trainer: {why}")
+                raise HandoverFailed(f"weights: rank {rank} of the replica: {why}")
         address = found[0][0]
         if any(own != address for _, own, _ in found):
             self._close()
-            self._sender = ShardedWeightSender(address, numerics=about.numerics, **self._sender_options())
+            options = self._sender_options()
+            self._sender = ShardedWeightSender(address, numerics=about.numerics, group=group, **options)
         return self._sender
 
     def _sender_options(self) -> dict[str, Any]:
