@@ -3,6 +3,7 @@ engine computes the bits of one with the same weights, or all ranks are told why
 
 import contextlib
 import os
+import tempfile
 import threading
 import types
 from dataclasses import replace
@@ -242,6 +243,26 @@ def test_memory_of_a_rank_that_does_not_open(tmp_path, sockets, monkeypatch):
         "HandoverFailed: rank 1: weights: no right to",
         "HandoverFailed: rank 0: rank 1: weights: no right to",
     ]
+
+
+def deaf(rank: int, path: str, folder: str) -> None:
+    connected(rank, path, 2)
+    if rank == 0:
+        os.environ.pop("XDG_RUNTIME_DIR", None)
+        tempfile.tempdir = folder
+    try:
+        ShardedWeightSender("ipc:///tmp/nobody", numerics=vx.numerics("cpu"))
+    except Exception as error:
+        with open(f"{folder}/told-{rank}", "w") as file:
+            file.write(f"{type(error).__name__}: {error}")
+    dist.destroy_process_group()
+
+
+def test_a_first_rank_that_cannot_listen_is_named(tmp_path):
+    (tmp_path / f"vexact-{os.getuid()}").mkdir(0o755)  # which anybody may enter
+    joined(spawned(deaf, str(tmp_path / "store"), str(tmp_path), size=2))
+    first, second = ((tmp_path / f"told-{rank}").read_text() for rank in range(2))
+    assert first.startswith("PermissionError: weights: ") and second == f"HandoverFailed: rank 0: {first[17:]}"
 
 
 class Said:

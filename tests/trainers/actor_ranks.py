@@ -46,6 +46,8 @@ class Job:
     handed_over: bool = False  # to an engine of the same folder, in bf16, once it has been asked
     drawn: list[torch.Tensor] = field(default_factory=list)  # of each row, what the rollout says of its response
     digested: bool = False
+    replica: int = 0  # ranks that share a rollout of this folder, which takes what they have at the end: handing.py
+    rollout: dict[str, Any] = field(default_factory=dict)  # that engine's configuration
 
     @property
     def ulysses(self) -> int:
@@ -66,6 +68,7 @@ class Result:
     restored: list[torch.Tensor] = field(default_factory=list)  # log-probabilities after reading the checkpoint back
     error: str | None = None
     sha256: str | None = None  # of the parameters that were trained, in fp32
+    handed: list[dict[str, Any]] = field(default_factory=list)  # what a hand-over of a replica was, on each rank
 
 
 def run(jobs: list[Job], folder: Path, ranks: int, vendor: str | None = "vexact") -> dict[str, Result]:
@@ -102,7 +105,8 @@ def _joined(parts: list[Result]) -> Result:
 
     trained = [[row for part in parts for row in part.trained[i]] for i in range(len(first.trained))]
     rows = every("logprobs"), every("entropy"), every("after")
-    return Result(*rows, trained, first.metrics, first.weights, every("restored"), first.error, first.sha256)
+    told = first.error, first.sha256, every("handed")
+    return Result(*rows, trained, first.metrics, first.weights, every("restored"), *told)
 
 
 # ---- in a rank
@@ -267,6 +271,11 @@ def do(job: Job) -> Result:
     for name, tensor in engine.get_per_tensor_param()[0]:
         if rank == 0:  # the others take part in making it whole
             weights[name] = tensor.detach().to("cpu", copy=True)
+    handed = []
+    if job.replica:
+        from .handing import of_a_replica
+
+        handed = [of_a_replica(engine, job, kept["model_config"], rank)]
     restored, sha256 = [], digests.sha256(engine.module.named_parameters()) if job.digested else None
     if job.saved:
         engine.save_checkpoint(job.saved)
@@ -278,7 +287,8 @@ def do(job: Job) -> Result:
         del seen[-1], metrics[-1]
     names = ("grad_norm", "rollout_checked")
     norms = [{name: step[name] for name in names if name in step} for step in metrics]  # some ranks have none
-    return Result(first["log_probs"], first.get("entropy", []), after, seen, norms, weights, restored, None, sha256)
+    said = first["log_probs"], first.get("entropy", []), after
+    return Result(*said, seen, norms, weights, restored, None, sha256, handed)
 
 
 def offload_without_pinning() -> None:

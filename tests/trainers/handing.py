@@ -2,8 +2,10 @@
 other."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -40,7 +42,7 @@ def hand_over(engine, weights: Iterable, model_config, dtype: str = "bfloat16", 
         def _server(self):
             return server
 
-    os.environ.setdefault("RANK", "0")
+    os.environ["RANK"] = "0"
     config = RolloutConfig(name="vexact", tensor_model_parallel_size=1, dtype=dtype)
     adapter = Adapter(config, model_config, None)
     try:
@@ -58,3 +60,107 @@ def scored(engine, rows: list[list[int]]) -> list[torch.Tensor]:
     done = engine.generate(rows, SamplingParams(**ASKED))
     assert not any(completion.error for completion in done), [completion.error for completion in done]
     return [torch.tensor(completion.prompt_logprobs[1:]) for completion in done]
+
+
+class Watched:
+    """What verl's trainer gives. If it is `faulty`, its shards break off in the middle.
+
+    taken   how many whole tensors this rank was asked for
+    """
+
+    def __init__(self, trainer, faulty: bool):
+        self.weights, _ = trainer.get_per_tensor_param()
+        self.taken, self._items, self._shards = 0, self.weights._items, self.weights.shards
+        self.weights._items = self._counted()
+        if faulty:
+            self.weights.shards = self._broken_off
+
+    def _counted(self) -> Iterator:
+        for item in self._items:
+            self.taken += 1
+            yield item
+
+    def _broken_off(self, *given) -> Iterator:
+        for number, item in enumerate(self._shards(*given)):
+            if number == 5:
+                raise RuntimeError("no more memory")
+            yield item
+
+
+def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
+    """Five updates of a rollout that `job.replica` ranks share, of which the first rank has the engine: the second with
+    a fault in what the others hold, the third with a server that is not to be had, the last to its successor. -> what
+    this rank saw of each, and on the first rank what the engine has then."""
+    from verl.workers.config import RolloutConfig
+
+    from vexact_engine import Engine, EngineConfig
+    from vexact_engine.handover.receiver import WeightReceiver
+    from vexact_engine.verl import adapter as module
+
+    leads, steps, there = rank % job.replica == 0, [], [True]
+    module.LARGEST_BUCKET = 4096  # so that a small model has many
+    with contextlib.ExitStack() as stack:
+        if leads:
+            config = EngineConfig(num_pages=64, show_progress=False, **job.rollout)
+            engine = stack.enter_context(Engine.from_pretrained(job.model, config=config))
+            receiver = stack.enter_context(WeightReceiver(engine))
+
+        def address(node):
+            if not there[0]:
+                raise RuntimeError("no server")
+            return receiver.address
+
+        class Adapter(module.ServerAdapter):
+            def _server(self):
+                assert leads
+                return _Actor(
+                    get_weights_address=address,
+                    receive_weights=receiver.receive,
+                    set_global_steps=lambda step: steps.append((step, engine.weight_version)),
+                )
+
+        os.environ["RANK"] = str(rank)
+        told = {"tensor_model_parallel_size": job.replica, "dtype": "bfloat16"}
+        adapter = Adapter(RolloutConfig(name="vexact", **told), model_config, None)
+        seen, before = [], None
+        for step in range(1, 6):
+            there[0], error = step != 3, ""
+            if step == 5 and leads:  # the server has a successor
+                receiver.close()
+                receiver = stack.enter_context(WeightReceiver(engine))
+            given = Watched(trainer, faulty=step == 2 and not leads)
+            with _gathers() as gathers:
+                try:
+                    asyncio.run(adapter.update_weights(given.weights, global_steps=step))
+                except Exception as raised:
+                    error = f"{type(raised).__name__}: {raised}"
+            sender, counts = adapter._sender, {"taken": given.taken, "gathers": len(gathers)}
+            seen.append({"error": error, "sender": type(sender).__name__, "kept": sender is before, **counts})
+            before = sender
+            torch.distributed.barrier()
+        found: dict[str, Any] = {"seen": seen}
+        if leads:
+            rows = [prompt + response for prompt, response in job.rows]
+            found |= {"scored": scored(engine, rows), "steps": steps}
+            if not job.rollout:
+                found["has"] = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+        adapter._close()
+        return found
+
+
+@contextlib.contextmanager
+def _gathers() -> Iterator[list]:
+    """The shapes of what is made whole meanwhile."""
+    from torch.distributed.tensor import DTensor
+
+    found, full = [], DTensor.full_tensor
+
+    def counted(self, *args, **options):
+        found.append(self.shape)
+        return full(self, *args, **options)
+
+    DTensor.full_tensor = counted
+    try:
+        yield found
+    finally:
+        DTensor.full_tensor = full

@@ -2,7 +2,8 @@
 
 `steps.jsonl` has, for each batch that was trained on, its samples with the log-probabilities of the rollout and those
 that the trainer computed for it again; `training.<pid>.jsonl` those of the training forward itself, which the policy
-loss "recorded" sees (named by actor.policy_loss.loss_mode; for the rest it is verl's vanilla). Neither changes a thing.
+loss "recorded" sees (named by actor.policy_loss.loss_mode; for the rest it is verl's vanilla); `updates.<pid>.jsonl` by
+what a rank has sent each of its updates. None changes a thing.
 A synchronous trainer looks ten times a second whether its samples are there, instead of every two seconds.
 
 As a program it is verl's `python -m verl.trainer.main_ppo` with the former: python -m trainers.recorder OVERRIDES
@@ -34,6 +35,22 @@ def recorded(old_log_prob, log_prob, advantages, response_mask, *args, **kwargs)
     record["advantages"] = bits(advantages[mask])
     write(f"training.{os.getpid()}.jsonl", record)
     return get_policy_loss_fn("vanilla")(old_log_prob, log_prob, advantages, response_mask, *args, **kwargs)
+
+
+def record_updates() -> None:
+    from vexact_engine.verl.adapter import ServerAdapter
+
+    update = ServerAdapter.update_weights
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @functools.wraps(update)
+    async def recording(self, *args, **options):
+        await update(self, *args, **options)
+        sent = {"rank": int(os.environ["RANK"]), "sender": type(self._sender).__name__}
+        write(f"updates.{os.getpid()}.jsonl", sent)
+
+    ServerAdapter.update_weights = recording
 
 
 def samples_of(batch) -> list[dict]:
@@ -77,6 +94,9 @@ def record_steps() -> None:
         return buffer
 
     PPOTrainer._build_replay_buffer = impatient
+
+
+record_updates()  # in every process that imports this as an external_lib
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from vexact_ops.testing import assert_bitwise
 
 from . import rewards
 from .models import FAMILIES, HYBRIDS, WITH_VISION
-from .ppo import Case, Run, check, check_training, compared, run
+from .ppo import Case, Run, check, check_training, compared, lines, run
 
 TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
 # VeOmni has no FSDP for one rank. verl gives all requests one id then: the samples of a prompt differ nevertheless
@@ -31,16 +31,19 @@ ORDERED = ("path=pkg://vexact_engine.verl.sampler", "name=Ordered")
 REPEATED = (*DETERMINISTIC, *(f"trainer.v1.sampler.custom_sampler.{option}" for option in ORDERED))
 # and its rewards are of a model, whose scores are there again too
 KEPT = Case("deepseek_v3", ranks=1, rewards="apart", overrides=(*REPEATED, "trainer.save_freq=2"))
+# One rollout of both ranks, instead of one of each.
+TOGETHER = Case("qwen3_5_moe", overrides=("actor_rollout_ref.rollout.tensor_model_parallel_size=2",))
 # Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
 # under both, and a README's command (test_recipes) runs the dense one.
 IN_CI = [
-    Case("qwen3_5_moe"),  # a hybrid with experts, and a tower that no image asks for
+    TOGETHER,  # a hybrid with experts, and a tower that no image asks for
     Case("qwen3_5_moe", "veomni"),
     Case("deepseek_v3", "veomni", rewards="colocated"),
     KEPT,
 ]
 REWARDED = [case for case in IN_CI if case.rewards]
 OF_IMAGES = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in WITH_VISION]  # and text alone
+OF_IMAGES[OF_IMAGES.index(Case("qwen3_5_moe"))] = TOGETHER
 EVERY = [*TWO_RANKS, *ONE_RANK, KEPT, *(Case(family) for family in HYBRIDS), *OF_IMAGES]
 STOCK = Case("qwen3", ranks=1, vendor=None)
 # Requests are aborted and go on with newer weights, so that a token's weights are not always the trainer's. The
@@ -86,6 +89,16 @@ def test_one_other_bit_is_noticed(case, trained):
     ran.steps[0]["samples"][0]["rollout_log_probs"].pop()
     with pytest.raises(AssertionError, match=r"rollout_log_probs: \d+ of \d+ tokens"):
         check(ran)
+
+
+@pytest.mark.parametrize("case", IN_CI[:2], ids=str)
+def test_what_a_rank_has_handed_over(case, trained):
+    """What it holds, to a rollout of all ranks; whole tensors to one of its own."""
+    ran = trained(case)
+    updates = [line for path in ran.folder.glob("updates.*.jsonl") for line in lines(path)]
+    sender = "ShardedWeightSender" if case is TOGETHER else "WeightSender"
+    expected = [{"rank": rank, "sender": sender} for rank in range(2) for _ in range(case.steps + 1)]
+    assert sorted(updates, key=str) == sorted(expected, key=str)
 
 
 def bits(values) -> list[int]:

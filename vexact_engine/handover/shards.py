@@ -56,7 +56,8 @@ class ShardedWeightSender:
     address   the receiver's; of the group's first rank, what others give is not read
     group     of torch.distributed: ranks of this host that hold every tensor together. None: all
     others    as WeightSender has them; buckets are each rank's
-    raises    ValueError where the ranks are not on one host; what WeightSender raises
+    raises    ValueError where the ranks are not on one host; what WeightSender raises; OSError where the first rank
+              cannot listen to the others, which is HandoverFailed on these
 
     What a rank holds of a tensor that is cut by rows (Shard(0), replicated by groups or not) goes from where it lies
     into the engine's memory, and to those of its ranks alone that hold such rows. Tensors that are cut otherwise are
@@ -77,13 +78,18 @@ class ShardedWeightSender:
         options = {"bucket_bytes": bucket_bytes, "transport": transport, "checksum": checksum, "timeout": timeout}
         self.rank, self._size, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
         self._inner = WeightSender(address or "", numerics=numerics, **options)
-        self._listener = protocol.Listener() if self.rank == 0 and self._size > 1 else None
-        at, me = (
-            "" if self._listener is None else self._listener.address,
-            m.Peer.self(f"rank {self.rank} of the trainer"),
-        )
+        self.address, self.numerics = self._inner.address, self._inner.numerics
+        self._listener, failed = None, None
+        try:
+            self._listener = protocol.Listener() if self.rank == 0 and self._size > 1 else None
+        except Exception as error:  # the others wait to hear of it
+            failed = error
+        at, why = "" if self._listener is None else self._listener.address, "" if failed is None else str(failed)
+        me = m.Peer.self(f"rank {self.rank} of the trainer")
         found: list = [None] * self._size
-        dist.all_gather_object(found, (_host(), at, me.pid, me.started, me.name), group=group)
+        dist.all_gather_object(found, (_host(), at, me.pid, me.started, me.name, why), group=group)
+        if why := found[0][-1]:
+            raise failed or HandoverFailed(f"rank 0: {why}")
         hosts = {host for host, *_ in found}
         if len(hosts) > 1:
             self._end()
@@ -95,7 +101,7 @@ class ShardedWeightSender:
         self._early: dict[int, bytes] = {}  # ranks that have begun the next set while the first was at one that failed
         self.runs: dict[tuple, int | None] = {}  # where they begin, of each layout that has come: see own_piece
         self._first = found[0][1]
-        self._peers = [m.Peer(pid, started, name) for _, _, pid, started, name in found]
+        self._peers = [m.Peer(pid, started, name) for _, _, pid, started, name, _ in found]
 
     def send(self, named_tensors: Pairs, *, version: int | None = None) -> int:
         """Every parameter once, under its Hugging Face name; by all ranks, the same names in the same order.

@@ -110,7 +110,8 @@ class AlignedEngine:
 
     def get_per_tensor_param(self, *args, **kwargs):
         """verl's, in the dtypes that this engine's forward computes with: a router that transformers keeps in fp32 is
-        rounded for it by FSDP2's mixed precision, and so is what a rollout gets."""
+        rounded for it by FSDP2's mixed precision, and so is what a rollout gets. With what each rank holds of them,
+        ungathered, for a rollout that takes that."""
         items, adapters = super().get_per_tensor_param(*args, **kwargs)
         buffers = {name: buffer.dtype for name, buffer in self.module.named_buffers(remove_duplicate=False)}
         computes = compute_dtypes(self.module) | buffers  # FSDP2 casts no buffer
@@ -118,7 +119,10 @@ class AlignedEngine:
         name = next(name for name, parameter in self.module.named_parameters() if parameter is embedding)
         numerics = self.aligned.numerics(get_device_name(), rounded=True)
         about = About(numerics, str(computes[name]).removeprefix("torch."), self.computes_by)
-        return Weights(items, convert_weight_keys(computes, self.module), about, self.check.of), adapters
+        held = None
+        if getattr(self.engine_config, "expert_parallel_size", 1) == 1:  # or experts are no DTensors of all ranks
+            held = convert_weight_keys(self.module.state_dict(), self.module)
+        return Weights(items, convert_weight_keys(computes, self.module), about, self.check.of, held), adapters
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         pad, offsets = output_args.get("pad_size", 0), micro_batch["input_ids"].offsets()

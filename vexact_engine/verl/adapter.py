@@ -2,20 +2,24 @@
 
 import os
 import sys
+from typing import Any
 
 from . import check_versions, declared_options
 
 check_versions()
 import ray
-from verl.utils.device import get_device_name
+import torch.distributed as dist
+from verl.utils.device import get_device_id, get_device_name
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
 import vexact_ops as vx
 
+from ..errors import HandoverFailed
 from ..handover.sender import WeightSender
+from ..handover.shards import ShardedWeightSender
 from ..weights.load import as_dtype
-from .handed import About, said
+from .handed import About, Held, Weights, said
 from .server import LARGEST_BUCKET, check_trained, engine_options, server_name
 
 _VENDOR, _ACTOR = "vexact", f"{__package__}.actor"
@@ -25,8 +29,9 @@ class ServerAdapter(BaseRollout):
     """Tells the server of its replica what verl tells each rank, and sends it the weights.
 
     replica_rank     the replica's; -1: by the rank in the trainer's world
-    is_leader_rank   whether this rank tells the server what to do. The first rank on each of a replica's nodes sends
-                     weights there; the others take part in what is collective
+    is_leader_rank   whether this rank tells the server what to do. Where the replica's ranks, on one node, hold all
+                     weights of an aligned trainer together, each sends what it holds. Otherwise the first rank on each
+                     of the replica's nodes sends whole tensors there, and the others take part in what is collective
     raises           ValueError, TypeError, naming an option of the rollout that it does not have
     """
 
@@ -40,7 +45,8 @@ class ServerAdapter(BaseRollout):
         self.is_leader_rank = rank % size == 0
         each = min(self.config.n_gpus_per_node, size)  # ranks on a node
         self._node, self._sends = rank % size // each, rank % each == 0
-        self._sender: WeightSender | None = None
+        self._size, self._on_one_node = size, each == size
+        self._sender: WeightSender | ShardedWeightSender | None = None
 
     async def resume(self, tags: list[str]) -> None:
         """Memory is taken again: of "weights" before an update, of "kv_cache" after it."""
@@ -55,10 +61,11 @@ class ServerAdapter(BaseRollout):
         self, weights, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs
     ) -> None:
         """All weights, to the replica's part on this node. Every rank takes every item, whatever fails: each is a
-        collective.
+        collective; or, where each sends what it holds, no rank takes any, and what fails on one is raised on all.
 
         weights   an iterator, asynchronous or not, of (Hugging Face name, whole tensor). An aligned trainer's say what
-                  they are of (handed.About); verl's own actor's do not, and are taken for what the options say
+                  they are of (handed.About), and who holds which; verl's own actor's do not, and are taken for what the
+                  options say
         raises    HandoverFailed, PeerLost, with what the engine has now: the same on all of a replica's nodes, of which
                   the one is named that it failed on; ValueError where the trainer computes in
                   another dtype than rollout.dtype; RuntimeError where VERL_ENGINE_VENDOR asks for the aligned actor,
@@ -72,6 +79,9 @@ class ServerAdapter(BaseRollout):
                 "weights alone. verl's own actor merges them (model.lora.merge=True), and its log-probabilities are "
                 "not the rollout's; the vexact actor trains without LoRA"
             )
+        if isinstance(weights, Weights) and (held := self._held(weights)) is not None:
+            await self._update_by_shards(weights, held, global_steps)
+            return
         items = ensure_async_iterator(weights)
         try:
             about = await weights.begin() if hasattr(weights, "begin") else getattr(weights, "about", None)
@@ -88,13 +98,39 @@ class ServerAdapter(BaseRollout):
                 received = server.receive_weights.remote() if self.is_leader_rank else None
                 await sender.asend(items)
                 if received is not None:
-                    await received
-                    if global_steps is not None:
-                        await server.set_global_steps.remote(global_steps)
+                    await self._received(server, received, global_steps)
             said(weights, global_steps)
         finally:
             async for _ in items:
                 pass
+
+    async def _received(self, server: "ray.actor.ActorHandle", received, global_steps: int | None) -> None:
+        await received
+        if global_steps is not None:
+            await server.set_global_steps.remote(global_steps)
+
+    def _held(self, weights: Weights) -> Held | None:
+        """What this rank can send of all weights, where the replica's ranks hold them together and are on one node."""
+        if self._size == 1 or not self._on_one_node:
+            return None
+        first = self.replica_rank * self._size
+        return weights.held_by(range(first, first + self._size))
+
+    async def _update_by_shards(self, weights: Weights, held: Held, global_steps: int | None) -> None:
+        server, address, wrong = None, None, None
+        try:
+            weights.about.refuse(as_dtype(self.config.dtype, get_device_name()))
+            if self.is_leader_rank:
+                server = self._server()
+                address = await server.get_weights_address.remote(self._node)
+        except BaseException as error:  # the others wait to hear of it
+            wrong = error
+        sender = self._sharded_sender_to(address, weights.about, held.group, wrong)
+        received = server.receive_weights.remote() if server is not None else None
+        sender.send(weights.shards(held, get_device_id()))
+        if received is not None:
+            await self._received(server, received, global_steps)
+        said(weights, global_steps)
 
     def _server(self) -> "ray.actor.ActorHandle":
         """Servers start after the trainers, and one that has died may have a successor."""
@@ -106,9 +142,38 @@ class ServerAdapter(BaseRollout):
             numerics = vx.numerics(get_device_name(), **{name: value or None for name, value in options.items()})
         else:
             numerics = about.numerics
-        if self._sender is None or (self._sender.address, self._sender.numerics) != (address, numerics):
-            if self._sender is not None:
-                self._sender.close()
-            size = min(self.config.checkpoint_engine.update_weights_bucket_megabytes << 20, LARGEST_BUCKET)
-            self._sender = WeightSender(address, numerics=numerics, bucket_bytes=size, timeout=self._timeout)
+        held = self._sender
+        if not isinstance(held, WeightSender) or (held.address, held.numerics) != (address, numerics):
+            self._close()
+            self._sender = WeightSender(address, numerics=numerics, **self._sender_options())
         return self._sender
+
+    def _sharded_sender_to(
+        self, address: str | None, about: About, group: dist.ProcessGroup | None, wrong: BaseException | None
+    ) -> ShardedWeightSender:
+        """By all of the replica's ranks together: to the address that the first gives, unless something is wrong."""
+        held = self._sender if isinstance(self._sender, ShardedWeightSender) else None
+        why = "" if wrong is None else f"{type(wrong).__name__}: {wrong}"
+        own = held.address if held is not None and held.numerics == about.numerics else None
+        found: list = [None] * self._size
+        dist.all_gather_object(found, (address, own, why), group=group)
+        if wrong is not None:
+            raise wrong
+        for rank, (_, _, why) in enumerate(found):
+            if why:
+                raise HandoverFailed(f"weights: rank {rank} of the replica: {why}")
+        address = found[0][0]
+        if any(own != address for _, own, _ in found):
+            self._close()
+            options = self._sender_options()
+            self._sender = ShardedWeightSender(address, numerics=about.numerics, group=group, **options)
+        return self._sender
+
+    def _sender_options(self) -> dict[str, Any]:
+        size = min(self.config.checkpoint_engine.update_weights_bucket_megabytes << 20, LARGEST_BUCKET)
+        return {"bucket_bytes": size, "timeout": self._timeout}
+
+    def _close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None

@@ -1,12 +1,15 @@
 """A trainer's weights on their way to a rollout, and what is known of the forward that they are of."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
@@ -39,6 +42,8 @@ class Weights:
     computes   of each parameter and buffer the dtype that its forward has it in. They are rounded to that, to nearest
                even, as FSDP2 casts its masters
     of         called once they are through with the step that they are of, where that is known: see check.py
+    held       the masters by name as they lie on this rank, DTensors and buffers, on all ranks in the same order;
+               None where these are not all of them together
     raises     RuntimeError on a name that is neither's
     """
 
@@ -48,20 +53,56 @@ class Weights:
         computes: Mapping[str, torch.dtype],
         about: About,
         of: Callable[[int | None], None] = lambda step: None,
+        held: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._items, self._computes, self.about, self.of = iter(items), computes, about, of
+        self._held = held
+
+    def held_by(self, ranks: Sequence[int]) -> "Held | None":
+        """What these ranks, of which this is one, hold of all tensors together, be they all of the trainer's or those
+        of one of its copies (HSDP). None where they do not, which is so on all of the trainer's ranks then."""
+        if self._held is None:
+            return None
+        if len(ranks) == dist.get_world_size():
+            return Held(None, self._held)
+        cut = {name: tensor for name, tensor in self._held.items() if isinstance(tensor, DTensor)}
+        meshes = {tensor.device_mesh for tensor in cut.values()}
+        copied = all(tensor.placements[0] == Replicate() for tensor in cut.values())
+        if len(meshes) != 1 or not copied or (mesh := meshes.pop()).ndim != 2 or mesh.mesh_dim_names is None:
+            return None
+        copy = mesh[mesh.mesh_dim_names[1]]
+        if copy.mesh.tolist() != [*ranks]:
+            return None
+        of_one = {name: _of_a_copy(tensor, copy) for name, tensor in cut.items()}
+        return Held(copy.get_group(), {**self._held, **of_one})
+
+    def shards(self, held: "Held", device: torch.device | int | str) -> Iterator[tuple[str, Tensor]]:
+        """In the place of the iterator, of which no rank takes an item then: (name, tensor) pairs rounded likewise,
+        each of which is on the device once it is asked for. Experts are stacked, as the parameters are."""
+        for name, tensor in held.tensors.items():
+            there = tensor.to(device, non_blocking=True) if isinstance(tensor, DTensor) else tensor
+            yield self._rounded(name, there)
 
     def __iter__(self) -> "Weights":
         return self
 
     def __next__(self) -> tuple[str, Tensor]:
-        name, tensor = next(self._items)
+        return self._rounded(*next(self._items))
+
+    def _rounded(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         kind = self._computes.get(name) or self._computes.get(_EXPERT.sub(_stacked, name))
         if kind is None:
             raise RuntimeError(
                 f"vexact: weights: {name}: verl hands it over, but the trainer's model has none so named"
             )
         return name, tensor.to(kind)
+
+
+class Held(NamedTuple):
+    """What a rank has of tensors that a group's ranks hold together; without one, all of the trainer's."""
+
+    group: dist.ProcessGroup | None
+    tensors: Mapping[str, Tensor]
 
 
 def said(weights: Any, step: int | None) -> None:
@@ -73,3 +114,9 @@ def said(weights: Any, step: int | None) -> None:
 def _stacked(name: re.Match) -> str:
     """Of one expert's tensor, the parameter that verl has taken apart."""
     return f".experts.{'down_proj' if name[1] == 'down' else 'gate_up_proj'}"
+
+
+def _of_a_copy(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
+    """Without the copies of it that other ranks have."""
+    placed = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(tensor.to_local(), mesh, tensor.placements[1:], run_check=False, **placed)
