@@ -70,13 +70,16 @@ class Watched:
 
     def __init__(self, trainer, faulty: bool):
         self.weights, _ = trainer.get_per_tensor_param()
-        self.taken, self._items, self._shards = 0, self.weights._items, self.weights.shards
-        self.weights._items = self._counted()
+        self.taken, self._shards = 0, self.weights.shards
+        items, whole = self.weights._items, self.weights.whole
+        self.weights._items = self._counted(items)
+        if self.weights._held is not None:  # else it is those items
+            self.weights.whole = lambda device: self._counted(whole(device))
         if faulty:
             self.weights.shards = self._broken_off
 
-    def _counted(self) -> Iterator:
-        for item in self._items:
+    def _counted(self, items: Iterable) -> Iterator:
+        for item in items:
             self.taken += 1
             yield item
 

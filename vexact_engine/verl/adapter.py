@@ -19,7 +19,7 @@ from ..errors import HandoverFailed
 from ..handover.sender import WeightSender
 from ..handover.shards import ShardedWeightSender
 from ..weights.load import as_dtype
-from .handed import About, Held, Weights, said
+from .handed import About, Held, Weights, said, taken
 from .server import LARGEST_BUCKET, check_trained, engine_options, server_name
 
 _VENDOR, _ACTOR = "vexact", f"{__package__}.actor"
@@ -82,7 +82,7 @@ class ServerAdapter(BaseRollout):
         if isinstance(weights, Weights) and (held := self._held(weights)) is not None:
             await self._update_by_shards(weights, held, global_steps)
             return
-        items = ensure_async_iterator(weights)
+        items = ensure_async_iterator(taken(weights, get_device_id()))
         try:
             about = await weights.begin() if hasattr(weights, "begin") else getattr(weights, "about", None)
             if about is not None:

@@ -25,7 +25,7 @@ from ..errors import HandoverFailed, PeerLost
 from ..handover.messages import Part
 from ..handover.packing import ALIGN, pack, unpack
 from ..handover.protocol import until
-from .handed import About, said
+from .handed import About, said, taken
 from .server import LARGEST_BUCKET
 
 
@@ -123,7 +123,7 @@ class Broadcast(CheckpointEngine):
 
     async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> None:
         """Every rank takes every item, whatever fails: each is a collective of the trainer's."""
-        items = iter(weights)
+        items = iter(taken(weights, self.device))
         try:
             if self._group is not None:
                 self._announce(Bucket(about=getattr(weights, "about", None)))

@@ -79,7 +79,21 @@ class Weights:
     def shards(self, held: "Held", device: torch.device | int | str) -> Iterator[tuple[str, Tensor]]:
         """In the place of the iterator, of which no rank takes an item then: (name, tensor) pairs rounded likewise,
         each of which is on the device once it is asked for. Experts are stacked, as the parameters are."""
-        for name, tensor in held.tensors.items():
+        return self._each(held.tensors, device)
+
+    def whole(self, device: torch.device | int | str) -> Iterator[tuple[str, Tensor]]:
+        """The same as the iterator, of which no rank takes an item then, by fewer bytes and calls: tensors are rounded
+        before they are gathered, and experts are stacked. Where they are not held, the iterator itself."""
+        if self._held is None:
+            yield from self
+            return
+        for name, tensor in self._each(self._held, device):
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+            yield name, tensor
+
+    def _each(self, tensors: Mapping[str, Tensor], device: torch.device | int | str) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
             there = tensor.to(device, non_blocking=True) if isinstance(tensor, DTensor) else tensor
             yield self._rounded(name, there)
 
@@ -103,6 +117,11 @@ class Held(NamedTuple):
 
     group: dist.ProcessGroup | None
     tensors: Mapping[str, Tensor]
+
+
+def taken(weights: Any, device: torch.device | int | str) -> Any:
+    """What a rollout of ours takes of an iterator that verl passes on."""
+    return weights.whole(device) if isinstance(weights, Weights) else weights
 
 
 def said(weights: Any, step: int | None) -> None:
