@@ -8,7 +8,7 @@ import torch
 from test_gated_delta_step import Kernels
 
 import vexact_ops as vx
-from vexact_ops._core import admit
+from vexact_ops._core import admit, choices
 from vexact_ops._core.admit import admitted
 from vexact_ops._core.backend import PROBES
 
@@ -216,6 +216,18 @@ def test_few_single_rows_are_tried_and_raced_as_so_many(part, few, stand, monkey
     assert len({*slots.tolist()}) == few and min(slots) >= 0 and min(lens) > 128, "each goes on from a state of its own"
     assert abs(float((lens - 1 - 128).float().mean()) - 31) < 4
     assert [one.name for one in proposal_of(part).candidates] == [f"sm90 {part} 64"]
+
+
+@pytest.mark.parametrize("few", [0, 1, 2, 4])
+@pytest.mark.parametrize("part", ["decode", "step"])
+def test_what_is_shipped_for_single_rows_is_a_candidate(part, few):
+    """Of heads of Qwen3-Next and Qwen3.5: what nobody proposes by that name would be raced at every first start."""
+    from vexact_ops.gated_delta import cuda
+
+    proposal = cuda._decision.__wrapped__(CPU, part, torch.bfloat16, 16, 32, 128, 128, True, few, False, False)
+    shipped = choices._read("nvidia-h200")[choices.KERNELS][proposal.key]
+    assert shipped in [one.name for one in proposal.candidates]
+    assert ("small" in shipped) == (0 < few < (5 if part == "decode" else 4)), "as measured"
 
 
 @pytest.mark.parametrize("hv,dv", [(2, 64), (3, 64), (2, 320)])
