@@ -24,7 +24,8 @@ PROGRAM = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sani
 CASES = {
     "causal_conv": ("bf16 and (stand_alone or any_split or come_first or gradients) or no_slot",),
     "gated_delta": (
-        "bf16 and (stand_alone or any_split or come_first or gradients_of) or a_slot_is or no_slot or without_rows",
+        "bf16 and (stand_alone or any_split or come_first or gradients_of) or a_slot_is or no_slot or without_rows"
+        " or kernel_of_few",
     ),
     "attention": (
         "bf16 and (every_path or queries_stand or gradients_of_a_sequence)",

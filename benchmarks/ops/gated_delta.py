@@ -68,10 +68,10 @@ def _fla_step():
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
     def run(q, k, v, g, beta, state, *rest):
-        rows = [x[:, None] for x in (q, k, v, g, beta)]
+        q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
         options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        for _ in rest[-1]:
-            out = fused_recurrent_gated_delta_rule(*rows, **options)[0][:, 0]
+        for _ in rest[-1]:  # by name: in other versions beta is not the fifth
+            out = fused_recurrent_gated_delta_rule(q, k, v, g=g, beta=beta, **options)[0][:, 0]
         return out
 
     return run

@@ -8,6 +8,7 @@
 #include "gated_delta/decode.cuh"
 #include "gated_delta/grads.cuh"
 #include "gated_delta/scan.cuh"
+#include "gated_delta/small_decode.cuh"
 #include "gated_delta/wide.cuh"
 #include "gated_delta/wide_grads.cuh"
 #include "gated_delta/wide_scan.cuh"
@@ -28,13 +29,35 @@ void launch(const GatedDeltaDecode& args, const DeltaStep& step, int64_t multipr
   VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, kDecodeThreads, kBytes, stream, args, step));
 }
 
+template <class T, bool STEP, bool EARLY>
+void launch_small(const GatedDeltaDecode& args, const DeltaStep& step, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(delta::SmallShared<T, kSmallDepth>);
+  static_assert(kBytes <= 48 << 10);
+  const dim3 grid(unsigned(args.hv / args.hk * (args.dv / kDecodeColumns)), unsigned(args.hk), unsigned(args.sequences));
+  auto kernel = delta::small_decode_kernel<T, kSmallDepth, kSmallDepth, STEP, EARLY>;
+  VX_CUDA_CHECK(sm90::launch_chained(kernel, grid, delta::kSmallThreads, kBytes, stream, args, step));
+}
+
+// Which kernel computes single rows; small: that of few rows, early: it asks for memory before the kernel before has ended.
+struct Single {
+  int64_t multiprocessors;
+  bool small, early;
+};
+
+void check_single(const Single& by, const GatedDeltaDecode& args) {
+  STD_TORCH_CHECK(by.multiprocessors > 0 && (by.small || !by.early), "gated_delta: early: expected small");
+  STD_TORCH_CHECK(!by.small || (args.dk == kSmallDepth && args.dv == kSmallDepth && args.hk < 65536),
+                  "gated_delta: small: expected heads of ", kSmallDepth);
+}
+
 template <class T, bool STEP>
-void launch_decode(const GatedDeltaDecode& args, const DeltaStep& step, int64_t multiprocessors, int device,
-                   cudaStream_t stream) {
+void launch_decode(const GatedDeltaDecode& args, const DeltaStep& step, const Single& by, int device, cudaStream_t stream) {
+  if (by.small)
+    return by.early ? launch_small<T, STEP, true>(args, step, stream) : launch_small<T, STEP, false>(args, step, stream);
   switch (args.dk) {
-    case 64: return launch<T, 64, STEP>(args, step, multiprocessors, device, stream);
-    case 128: return launch<T, 128, STEP>(args, step, multiprocessors, device, stream);
-    default: launch<T, 256, STEP>(args, step, multiprocessors, device, stream);
+    case 64: return launch<T, 64, STEP>(args, step, by.multiprocessors, device, stream);
+    case 128: return launch<T, 128, STEP>(args, step, by.multiprocessors, device, stream);
+    default: launch<T, 256, STEP>(args, step, by.multiprocessors, device, stream);
   }
 }
 
@@ -195,12 +218,14 @@ void check_out(const Tensor& out, const Tensor& v) {
 // One row of each sequence that has one in this call; the others are left to another kernel.
 void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor open_k, Tensor open_u,
                         Tensor open_g, Tensor slots, Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm,
-                        int64_t multiprocessors, Tensor out) {
+                        int64_t multiprocessors, bool small, bool early, Tensor out) {
   GatedDeltaDecode args{};
   fill_rows(args, q, k, v, g, beta, cu_seqlens_q, scale, l2norm);
   fill_slots(args, q, state, open_k, open_u, open_g, slots, context_lens);
   args.open_k = mutable_data(open_k), args.open_g = static_cast<float*>(mutable_data(open_g));
-  STD_TORCH_CHECK((args.dk == 64 || args.dk == 128 || args.dk == 256) && args.dv % kDecodeColumns == 0 && multiprocessors > 0,
+  const Single by{multiprocessors, small, early};
+  check_single(by, args);
+  STD_TORCH_CHECK((args.dk == 64 || args.dk == 128 || args.dk == 256) && args.dv % kDecodeColumns == 0,
                   "gated_delta: expected heads of 64, 128 or 256, and values of a multiple of ", kDecodeColumns);
   check_out(out, v);
   args.out = mutable_data(out);
@@ -209,16 +234,16 @@ void gated_delta_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Ten
   const cudaStream_t stream = current_stream(q);
   const int device = q.get_device_index();
   if (q.scalar_type() == ScalarType::BFloat16)
-    launch_decode<__nv_bfloat16, false>(args, {}, multiprocessors, device, stream);
+    launch_decode<__nv_bfloat16, false>(args, {}, by, device, stream);
   else
-    launch_decode<__half, false>(args, {}, multiprocessors, device, stream);
+    launch_decode<__half, false>(args, {}, by, device, stream);
 }
 
 // The same of rows as a layer's projection gives them: with the convolution, which remembers its inputs, and the gates.
 void gated_delta_step(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor taps, Tensor a, Tensor b, Tensor a_log,
                       Tensor dt_bias, Tensor state, Tensor open_k, Tensor open_u, Tensor open_g, Tensor slots,
                       Tensor context_lens, Tensor cu_seqlens_q, double scale, bool l2norm, bool doubled,
-                      int64_t multiprocessors, Tensor out) {
+                      int64_t multiprocessors, bool small, bool early, Tensor out) {
   const ScalarType dtype = x.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, "gated_delta: x: expected bf16 or fp16");
   STD_TORCH_CHECK(x.dim() == 2 && out.dim() == 3 && open_k.dim() == 4 && taps.dim() == 3 && cu_seqlens_q.numel() > 0,
@@ -226,7 +251,7 @@ void gated_delta_step(Tensor x, Tensor weight, std::optional<Tensor> bias, Tenso
   const int64_t tokens = x.size(0), hk = open_k.size(2), dk = open_k.size(3), hv = out.size(1), dv = out.size(2);
   const int64_t sequences = cu_seqlens_q.numel() - 1, channels = 2 * hk * dk + hv * dv, ring = taps.size(1);
   STD_TORCH_CHECK((dk == 64 || dk == 128 || dk == 256) && dv > 0 && dv <= 256 && dv % kDecodeColumns == 0 &&
-                      multiprocessors > 0 && hk > 0 && hv > 0 && hv % hk == 0 && hv % 2 == 0,
+                      hk > 0 && hv > 0 && hv % hk == 0 && hv % 2 == 0,
                   "gated_delta: heads");
   STD_TORCH_CHECK(sequences < 65536 && tokens < (1ll << 31) && channels < (1ll << 31), "gated_delta: too many sequences or rows");
   check_2d(x, "x", tokens, channels);
@@ -251,6 +276,8 @@ void gated_delta_step(Tensor x, Tensor weight, std::optional<Tensor> bias, Tenso
   args.sequences = int(sequences), args.tokens = int(tokens);
   args.hk = int(hk), args.hv = int(hv), args.dk = int(dk), args.dv = int(dv);
   args.scale = float(scale), args.l2norm = l2norm;
+  const Single by{multiprocessors, small, early};
+  check_single(by, args);
   fill_slots(args, x, state, open_k, open_u, open_g, slots, context_lens);
   args.open_k = mutable_data(open_k), args.open_g = static_cast<float*>(mutable_data(open_g));
   STD_TORCH_CHECK(out.is_contiguous() && out.size(0) == tokens && out.scalar_type() == dtype, "gated_delta: out");
@@ -267,9 +294,9 @@ void gated_delta_step(Tensor x, Tensor weight, std::optional<Tensor> bias, Tenso
   if (sequences == 0 || tokens == 0) return;
   const DeviceGuard guard = on_device_of(x);
   if (dtype == ScalarType::BFloat16)
-    launch_decode<__nv_bfloat16, true>(args, step, multiprocessors, x.get_device_index(), current_stream(x));
+    launch_decode<__nv_bfloat16, true>(args, step, by, x.get_device_index(), current_stream(x));
   else
-    launch_decode<__half, true>(args, step, multiprocessors, x.get_device_index(), current_stream(x));
+    launch_decode<__half, true>(args, step, by, x.get_device_index(), current_stream(x));
 }
 
 float* planes(const std::optional<Tensor>& t, const char* name, int64_t size) {

@@ -97,9 +97,6 @@ struct Item {
 // Where column c of row r lies: the four rows of eight columns that a warp reads at once meet 32 banks.
 __device__ __forceinline__ int placed(int r, int c) { return c ^ ((r & 3) << 3); }
 
-__device__ __forceinline__ void copy4(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(sm90::shared_address(to)), "l"(from) : "memory");
-}
 // A value a head, of either type: the four bytes that it lies in.
 template <class T>
 __device__ __forceinline__ void copy_head(uint32_t& to, const void* from, int64_t at, bool wide) {
@@ -149,7 +146,6 @@ __device__ __forceinline__ void convolve(const Window<T, N>& of, const DeltaStep
     if (keep) ring[n] = of.in[kStepTaps - 1][n];
   }
 }
-
 
 // x / d of an x of which x d is below 2^32.
 struct DivideBy {

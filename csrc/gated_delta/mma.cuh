@@ -32,6 +32,11 @@ __device__ __forceinline__ float rounded(float x) {
 __device__ __forceinline__ float as_operand(float x) {
   return fabsf(x) < INFINITY ? __int_as_float(__float_as_int(x) + 0x1000) : x;
 }
+// The same without a predicate: those of a long chain would wait for each other's.
+__device__ __forceinline__ float rounded_operand(float x) {
+  const uint32_t y = __float_as_uint(x);
+  return __uint_as_float(__viaddmin_u32(y & 0x7fffffff, 0x1000, 0x7fffffff) | (y & 0x80000000));
+}
 
 // order: K ascending in the accumulator, eight at a time
 __device__ __forceinline__ void product(float (&d)[4], const float (&a)[4], float b0, float b1) {
@@ -77,6 +82,9 @@ __device__ __forceinline__ float2 widen_two(uint32_t two) {
   *reinterpret_cast<uint32_t*>(x) = two;
   return {widen(x[0]), widen(x[1])};
 }
+__device__ __forceinline__ void copy4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(sm90::shared_address(to)), "l"(from) : "memory");
+}
 // 16 bytes, or as many zeros, for which nothing is read.
 __device__ __forceinline__ void copy16(void* to, const void* from, bool there = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(sm90::shared_address(to)), "l"(from),
@@ -100,6 +108,42 @@ __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_gro
 template <int PENDING>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// A value that another kernel may be writing: what it is decides nothing but what is fetched early.
+__device__ __forceinline__ int32_t hint(const int32_t* from) {
+  int32_t x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+// Loads that stay in the order that they are written in, at addresses that are computed once.
+__device__ __forceinline__ float2 load_two(const float* from) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(from));
+  return x;
+}
+__device__ __forceinline__ uint2 load_four(const void* from) {
+  uint2 x;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+  return x;
+}
+__device__ __forceinline__ float load_one(const float* from) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from));
+  return x;
+}
+template <class P>
+__device__ __forceinline__ P* as_it_is(P* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
+// A barrier of a block, of so many threads: those that wait for the others, and those that others wait for.
+__device__ __forceinline__ void wait_at(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_at(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // 1 / sqrt(sum of squares + 1e-6) of a row, lane l holding x[l + 32 m].

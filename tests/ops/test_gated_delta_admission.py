@@ -8,7 +8,7 @@ import torch
 from test_gated_delta_step import Kernels
 
 import vexact_ops as vx
-from vexact_ops._core import admit
+from vexact_ops._core import admit, choices
 from vexact_ops._core.admit import admitted
 from vexact_ops._core.backend import PROBES
 
@@ -151,10 +151,10 @@ def stand(tmp_path, monkeypatch):
         yield serve
 
 
-def proposal_of(part, crowded=False, sparse=False):
+def proposal_of(part, crowded=False, sparse=False, few=0):
     from vexact_ops.gated_delta import cuda
 
-    return cuda._decision.__wrapped__(CPU, part, torch.bfloat16, *SIZES, True, crowded, sparse)
+    return cuda._decision.__wrapped__(CPU, part, torch.bfloat16, *SIZES, True, few, crowded, sparse)
 
 
 @pytest.mark.parametrize("blocks", ["few", "crowded", "sparse"])
@@ -179,6 +179,55 @@ def test_every_part_s_cases_reach_each_of_its_kernels_and_the_race(part, blocks,
     everyone = [*proposal.candidates, proposal.canonical]
     assert proposal.race(everyone, proposal.cases()[-1]) == [1.0] * len(everyone)
     assert len(kernels.called) == len(proposal.candidates)
+
+
+@pytest.mark.parametrize("few", [1, 2, 4, 33])
+@pytest.mark.parametrize("part", ["decode", "step"])
+def test_few_single_rows_are_tried_and_raced_as_so_many(part, few, stand, monkeypatch):
+    from vexact_ops.gated_delta import cuda
+
+    class Small(SM90):
+        def decode(self, *args):
+            self.by.append((*args[-3:-1], len(args[-1])))
+            super().decode(*args)
+
+        def step(self, *args):
+            self.by.append((*args[-3:-1], len(args[-1])))
+            super().step(*args)
+
+    kernels = Small()
+    kernels.by = []
+
+    def race_on_gpu(calls):
+        for of in calls:
+            of[0]()
+        return [3.0, 1.0, 2.0]
+
+    stand(kernels)
+    monkeypatch.setattr(cuda, "race_on_gpu", race_on_gpu)
+    proposal, (*_, last) = proposal_of(part, few=few), cuda._cases(CPU, part, torch.bfloat16, *SIZES, True, 0, 0, few)
+    assert proposal.key.endswith(f" norm T<={few}") and proposal_of(part).key.endswith(" norm")
+    decision, ways = admitted(proposal, CPU), [(False, False), (True, False), (True, True)]
+    assert [v.us for v in decision.verdicts] == [3.0, 1.0, 2.0], decision
+    assert decision.chosen.name == f"sm90 {part} 64 small"
+    assert {by[:2] for by in kernels.by} == {*ways} and kernels.by[-3:] == [(*way, few) for way in ways]
+    rows, _, (slots, lens, offsets, _), *_ = last
+    assert len(rows[0]) == len(slots) == len(lens) == len(offsets) - 1 == few
+    assert len({*slots.tolist()}) == few and min(slots) >= 0 and min(lens) > 128, "each goes on from a state of its own"
+    assert abs(float((lens - 1 - 128).float().mean()) - 31) < 4
+    assert [one.name for one in proposal_of(part).candidates] == [f"sm90 {part} 64"]
+
+
+@pytest.mark.parametrize("few", [0, 1, 2, 4])
+@pytest.mark.parametrize("part", ["decode", "step"])
+def test_what_is_shipped_for_single_rows_is_a_candidate(part, few):
+    """Of heads of Qwen3-Next and Qwen3.5: what nobody proposes by that name would be raced at every first start."""
+    from vexact_ops.gated_delta import cuda
+
+    proposal = cuda._decision.__wrapped__(CPU, part, torch.bfloat16, 16, 32, 128, 128, True, few, False, False)
+    shipped = choices._read("nvidia-h200")[choices.KERNELS][proposal.key]
+    assert shipped in [one.name for one in proposal.candidates]
+    assert ("small" in shipped) == (0 < few < (5 if part == "decode" else 4)), "as measured"
 
 
 @pytest.mark.parametrize("hv,dv", [(2, 64), (3, 64), (2, 320)])

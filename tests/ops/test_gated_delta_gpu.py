@@ -47,6 +47,28 @@ def test_every_kernel_has_the_canonical_bits(part, blocks):
             assert_bitwise(cuda._verified(part, f"sm90 {part} {tile}", *case), expected)
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an SM90 GPU"
+)
+@pytest.mark.parametrize("few", [1, 2, 4])
+@pytest.mark.parametrize("part", ["decode", "step"])
+def test_every_kernel_of_few_rows_has_the_canonical_bits(part, few):
+    """On what admission tries them on, and at each place in a chunk."""
+    from vexact_ops.gated_delta import cuda
+
+    device, names = torch.device("cuda", 0), [f"sm90 {part} {tile}" for tile in cuda.TILES[part]]
+    for case in cuda._cases(device, part, torch.float16, 2, 4, 128, 128, True, False, False, few):
+        expected = cuda._verified(part, "triton", *case)
+        for name in names:
+            assert_bitwise(cuda._verified(part, name, *case), expected)
+    rows, memory, (slots, _, offsets, _), *rest = case
+    for place in range(64):
+        step = slots, torch.full_like(slots, 65 + place), offsets, 0
+        expected = cuda._verified(part, "triton", rows, memory, step, *rest)
+        for name in names:
+            assert_bitwise(cuda._verified(part, name, rows, memory, step, *rest), expected, f"{place}")
+
+
 def test_chunks_beside_many_single_rows_are_raced_apart(monkeypatch):
     from vexact_ops.gated_delta import cuda
 

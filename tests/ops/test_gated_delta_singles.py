@@ -103,7 +103,7 @@ class Kernels:
         self.chunked = []
 
     def decode(self, *args):
-        *rows, state, open_k, open_u, open_g, slots, lens, cu, scale, l2norm, _, out = args
+        *rows, state, open_k, open_u, open_g, slots, lens, cu, scale, l2norm, _, _, _, out = args
         self._compute(rows, (state, open_k, open_u, open_g), (slots, lens, cu), scale, l2norm, out, lambda n: n == 1)
 
     def chunks(self, *args):
@@ -173,3 +173,29 @@ def test_blocks_are_few_where_all_but_a_few_have_a_single_row(monkeypatch):
         for part, count in cuda._parts(1024, 256, singles):
             cuda.route(cuda.Call.of(part, q, q, v, True, count))
     assert seen == [False, True, False, True, False, False, False]  # of single rows, of chunks; at last of those alone
+
+
+@pytest.mark.parametrize("of", ["decode", "step"])
+def test_few_single_rows_are_raced_by_how_many_they_are(of, monkeypatch):
+    """So that a graph takes the kernel for the rows that it was captured with, in mixed steps too."""
+    from vexact_ops.gated_delta import cuda
+
+    seen = []
+    monkeypatch.setattr(cuda, "_decision", lambda device, part, *sizes: seen.append((part, sizes[-3])))
+    monkeypatch.setattr(cuda.gpu, "not_sm90", lambda device: None)
+    monkeypatch.setattr(cuda.gpu, "multiprocessors", lambda device: 132)
+
+    def classes(rows, hv=32, d=128):
+        seen.clear()
+        for count in rows:
+            cuda.route(cuda.Call(of, torch.device("cpu"), torch.bfloat16, hv // 2, hv, d, d, True, count * hv))
+        assert {part for part, _ in seen} == {of}
+        return [few for _, few in seen]
+
+    assert classes([1, 2, 3, 4, 5, 256]) == [1, 2, 4, 4, 0, 0]
+    assert classes([1, 2, 3, 4, 5, 8, 9], hv=16) == [2, 2, 4, 4, 8, 8, 0]
+    assert classes([1, 2, 3], hv=128) == [1, 0, 0], "a row has more than half a block a multiprocessor, and than one"
+    assert classes([1, 2, 3], d=64) == [0, 0, 0]
+    seen.clear()
+    cuda.admit(16, 32, 128, 128, torch.bfloat16, "cpu")
+    assert [few for part, few in seen if part == of] == [0, 1, 2, 4]

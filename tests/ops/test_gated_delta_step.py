@@ -236,7 +236,7 @@ class Kernels(test_gated_delta_singles.Kernels):
     """And that of single rows with all before it. What one leaves to another stays NaN."""
 
     def step(self, x, *args):
-        *given, slots, lens, cu, scale, l2norm, doubled, _, out = args
+        *given, slots, lens, cu, scale, l2norm, doubled, _, _, _, out = args
         weight, bias, taps, a, b, *rest = given
         for i, (begin, end) in enumerate(itertools.pairwise(cu.tolist())):
             if end - begin == 1:
@@ -295,6 +295,7 @@ def test_a_mixed_call_s_single_rows_are_one_kernel_s(behind, monkeypatch):
         assert [part for part, _ in found] == ["step", "chunks"][: 1 + (left > 0)] and asked[
             : len(asked) // 2
         ] * 2 == asked
+        assert asked[0].heads == count * layer.hv, "of all sequences, whatever they have"
         if left:  # asked for as where the three ops are computed one by one
             assert asked[1] == cuda.Call.of("chunks", *heads_of(x, layer), True, left, *rest)
         admitted[0] = False

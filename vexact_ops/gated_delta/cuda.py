@@ -1,13 +1,14 @@
 """The GPU's own class on SM90: 16-bit inputs by the kernels of csrc/gated_delta, the rest by the Triton kernels.
 
-Single rows of sequences (decode.cuh), chunks of a paged call (chunks.cuh, and wide.cuh for sequences that go on from a
-chunk's start), whole sequences (whole.cuh or wide.cuh) and the backward (scan.cuh or wide_scan.cuh, grads.cuh) are
-proposed each for itself, and verified byte for byte against the Triton kernels, and what they leave in slots (contract:
-verify, then trust). How many columns of a head a block of chunks takes is raced, and which kernel goes through
-sequences, forward and backward, once for few blocks and once for more than the GPU runs at once, and of chunks once
-more for those beside many single rows; the kernel of chunks is a candidate for whole sequences too. Single rows are
-verified once more with the convolution and the gates before them (`conv_gated_delta_paged`), which the same kernel
-computes on the way; of a call of chunks too, if single rows come first.
+Single rows of sequences (decode.cuh, and small_decode.cuh where they are few), chunks of a paged call (chunks.cuh, and
+wide.cuh for sequences that go on from a chunk's start), whole sequences (whole.cuh or wide.cuh) and the backward
+(scan.cuh or wide_scan.cuh, grads.cuh) are proposed each for itself, and verified byte for byte against the Triton
+kernels, and what they leave in slots (contract: verify, then trust). How many columns of a head a block of chunks takes
+is raced, and which kernel goes through sequences, forward and backward, once for few blocks and once for more than the
+GPU runs at once, and of chunks once more for those beside many single rows; the kernel of chunks is a candidate for
+whole sequences too. Few single rows are raced by how many they are. Single rows are verified once more with the
+convolution and the gates before them (`conv_gated_delta_paged`), which the same kernel computes on the way; of a call
+of chunks too, if single rows come first.
 
 A block of chunks takes most of a multiprocessor's shared memory, whether it has work or not. So those of a paged call
 are of the sequences behind `singles` alone; blocks of single rows, which are small, are of all sequences.
@@ -31,22 +32,25 @@ from .triton_gates import delta_gates_bwd as delta_gates_bwd
 from .triton_gates import delta_gates_fwd as delta_gates_fwd
 
 DECODE, STEP, CHUNKS, WHOLE, BACKWARD = "decode", "step", "chunks", "whole", "backward"
-# columns of a head in a block; wide: by the warpgroup instruction
+SINGLE = DECODE, STEP
+# columns of a head in a block; wide: by the warpgroup instruction; small: of few rows, an item a block; early: it has
+# memory fetched while the kernel before still runs
 TILES = {
-    DECODE: ("64",),
-    STEP: ("64",),
+    DECODE: ("64", "64 small", "64 small early"),
+    STEP: ("64", "64 small", "64 small early"),
     CHUNKS: ("32", "64", "32 wide"),
     WHOLE: ("32", "32 wide"),
     BACKWARD: ("32", "32 wide"),
 }
 SPARSE = 24  # rows of a sequence, of a step of chunks and many single rows: fewer on average
+SMALL_DEPTH = 128  # of keys and values, in the kernel of few single rows
 PREPARED = 6532  # fp32 values of a chunk and a value head that do not wait for a state
 
 
 class Call(NamedTuple):
     """What decides which kernel computes a part of a call.
 
-    part     DECODE, single rows of sequences, CHUNKS of a paged call, WHOLE sequences, or their BACKWARD
+    part     DECODE or STEP, single rows of sequences, CHUNKS of a paged call, WHOLE sequences, or their BACKWARD
     heads    sequences times value heads, which says how many blocks there are
     aligned  whether all that is copied lies on 16-byte boundaries
     sparse   of CHUNKS: whether most sequences have a single row, and blocks nothing to do
@@ -101,14 +105,28 @@ def route(call: Call) -> Decision:
     rule = _rule(call)
     if rule:
         return canonical_by_rule("triton", rule)
-    crowded = call.part not in (DECODE, STEP) and call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
-    return _decision(call.device, *call[:1], *call[2:8], crowded, crowded and call.sparse)
+    if call.part in SINGLE:
+        classes = _few_rows(gpu.multiprocessors(call.device), call.hv, call.dk, call.dv)
+        few = next((n for n in classes if n * call.hv >= call.heads), 0)
+        return _decision(call.device, *call[:1], *call[2:8], few, False, False)
+    crowded = call.heads * call.dv >= 128 * gpu.multiprocessors(call.device)
+    return _decision(call.device, *call[:1], *call[2:8], 0, crowded, crowded and call.sparse)
+
+
+@functools.cache
+def _few_rows(many: int, hv: int, dk: int, dv: int) -> list[int]:
+    """Numbers of single rows up to which kernels are raced apart: those of half a block of 64 columns a multiprocessor,
+    of one, and of two."""
+    if (dk, dv) != (SMALL_DEPTH, SMALL_DEPTH):
+        return []
+    blocks = hv * dv // 64
+    return sorted({n for n in (many // 2 // blocks, many // blocks, 2 * many // blocks) if n})
 
 
 def _rule(call: Call) -> str | None:
     if call.dtype not in (torch.bfloat16, torch.float16):
         return "other kernels take bf16 and fp16"
-    if call.dk not in (DEPTHS if call.part in (DECODE, STEP) else (128,)) or call.dv % 64 or call.dv > WIDEST:
+    if call.dk not in (DEPTHS if call.part in SINGLE else (128,)) or call.dv % 64 or call.dv > WIDEST:
         return "other kernels take heads of other sizes"
     if call.part == STEP and call.hv % 2:
         return "other kernels take value heads by twos"
@@ -171,11 +189,12 @@ def step_fwd(x, weight, bias, taps, a, b, a_log, dt_bias, *rest) -> Tensor | Non
     vectors = (None if t is None else t.contiguous() for t in (weight, bias, a_log, dt_bias))
     weight, bias, a_log, dt_bias = vectors
     given = x, weight, bias, taps, a, b, a_log, dt_bias
-    if _route_step(given, memory, l2norm).chosen.name == "triton":
+    name = _route_step(given, memory, l2norm, slots.shape[0]).chosen.name
+    if name == "triton":
         return None
     out = torch.empty(x.shape[0], *memory[2].shape[2:], dtype=x.dtype, device=x.device)
     step = slots.contiguous(), context_lens.contiguous(), offsets.contiguous()
-    _step(given, memory, step, scale, l2norm, doubled, out)
+    _step(name, given, memory, step, scale, l2norm, doubled, out)
     if _any_behind(longest, slots.shape[0], singles):
         _behind(given, memory, (*step, singles), scale, l2norm, doubled, out)
     return out
@@ -185,7 +204,7 @@ def _any_behind(longest: int, sequences: int, singles: int) -> bool:
     return longest > 1 and singles < sequences
 
 
-def _route_step(given, memory, l2norm: bool) -> Decision:
+def _route_step(given, memory, l2norm: bool, sequences: int) -> Decision:
     x, weight, _, taps, a, b, a_log, dt_bias = given
     (hk, dk), (hv, dv) = memory[1].shape[2:], memory[2].shape[2:]
     if weight.shape[1] != 4 or any(t.dtype not in (x.dtype, torch.float32) for t in (a_log, dt_bias)):
@@ -193,12 +212,12 @@ def _route_step(given, memory, l2norm: bool) -> Decision:
     aligned = _aligned(1, x, taps, *memory) and _aligned(0, weight)
     pairs = all(t.stride(0) % 2 == 0 and t.stride(1) == 1 for t in (a, b))
     aligned = aligned and pairs and all(t.data_ptr() % 4 == 0 for t in (a, b, a_log, dt_bias))
-    return route(Call(STEP, x.device, x.dtype, hk, hv, dk, dv, l2norm, aligned=aligned))
+    return route(Call(STEP, x.device, x.dtype, hk, hv, dk, dv, l2norm, sequences * hv, aligned))
 
 
-def _step(given, memory, step, scale, l2norm, doubled, out) -> None:
-    many = gpu.multiprocessors(out.device)
-    _native().step(*given, *memory, *step[:3], scale, l2norm, doubled, many, out)
+def _step(name, given, memory, step, scale, l2norm, doubled, out) -> None:
+    by = gpu.multiprocessors(out.device), *_small(name)
+    _native().step(*given, *memory, *step[:3], scale, l2norm, doubled, *by, out)
 
 
 def _behind(given, memory, step, scale, l2norm, doubled, out) -> None:
@@ -227,6 +246,11 @@ def _net_rows(qkv, given, memory, doubled: bool):
 def _tile(name: str) -> list[int]:
     """Numbers that a kernel's name ends in: TILES."""
     return [int(word) for word in name.split() if word.isdecimal()]
+
+
+def _small(name: str) -> tuple[bool, bool]:
+    """Whether it is the kernel of few single rows, and whether that asks early."""
+    return "small" in name, name.endswith("early")
 
 
 def _wide(name: str) -> bool:
@@ -292,8 +316,8 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
         given = q, k, v, *gates, where, memory[0].shape[0], offsets, scale, l2norm, out
         triton.paged_tokens(*given) if part == DECODE else triton.paged_chunks(*given, singles)
     elif part == DECODE:
-        many = gpu.multiprocessors(v.device)
-        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, many, out)
+        by = gpu.multiprocessors(v.device), *_small(name)
+        _native().decode(q, k, v, g, beta, *memory, slots, context_lens, offsets, scale, l2norm, *by, out)
     else:
         behind, gates, prepared = offsets[singles:], (g, beta), None
         if _wide(name):
@@ -310,8 +334,9 @@ def _paged(part, name, q, k, v, g, beta, memory, step, scale, l2norm, out) -> No
 @decided
 def _decision(
     device: torch.device, part: str, dtype: torch.dtype, hk: int, hv: int, dk: int, dv: int, l2norm: bool,
-    crowded: bool, sparse: bool,
+    few: int, crowded: bool, sparse: bool,
 ) -> Proposal:  # fmt: skip
+    """few: of so many single rows at most; 0: of any number."""
     source = digest.of_files(__file__, native=digest.of_extension("gated_delta", "cuda"))
     canonical = digest.canonical("gated_delta")
     if part == STEP:
@@ -320,13 +345,15 @@ def _decision(
     names = [f"sm90 {kind} {tile}" for kind in kinds for tile in TILES[kind]]
     if part == WHOLE:  # which has its own wide one
         names = [name for name in names if WHOLE in name or not _wide(name)]
+    if not few:
+        names = [name for name in names if not any(_small(name))]
     sizes = f"Hk={hk} Hv={hv} dk={dk} dv={dv} {'norm' if l2norm else 'no norm'}"
-    sizes += " sparse" if sparse else " crowded" if crowded else ""
+    sizes += f" T<={few}" if few else " sparse" if sparse else " crowded" if crowded else ""
     return Proposal(
         f"gated_delta {part} {str(dtype).removeprefix('torch.')} {sizes}",
         [Candidate(name, functools.partial(_verified, part, name), source) for name in names],
         Candidate("triton", functools.partial(_verified, part, "triton"), canonical),
-        lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse),
+        lambda: _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse, few),
         functools.partial(_race, part),
     )
 
@@ -346,13 +373,14 @@ def _verified(part: str, name: str, rows, memory, step, initial, l2norm):
     return [out, *memory]
 
 
-def _stepped(name: str, given, memory, step, l2norm: bool) -> Tensor:
+def _stepped(name: str, given, memory, step, l2norm: bool, out: Tensor | None = None) -> Tensor:
     """memory: the ring of the convolution's inputs, and what the net remembers."""
     x, weight, bias, *gates, doubled = given
     taps, *memory = memory
-    given, out = (x, weight, bias, taps, *gates), x.new_zeros(x.shape[0], *memory[2].shape[2:])
+    given = x, weight, bias, taps, *gates
+    out = x.new_zeros(x.shape[0], *memory[2].shape[2:]) if out is None else out
     if name != "triton":
-        _step(given, memory, step, 0.3, l2norm, doubled, out)
+        _step(name, given, memory, step, 0.3, l2norm, doubled, out)
         return out
     qkv = causal_conv.paged_fwd(x, weight, bias, taps, *step, True)
     _paged(DECODE, name, *_net_rows(qkv, given, memory, doubled), memory, step, 0.3, l2norm, out)
@@ -374,19 +402,22 @@ def _used(states: Tensor, us: Tensor, offsets: Tensor) -> list[Tensor]:
     return [states[there], us]
 
 
-def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False) -> list[tuple]:
+def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False, few=0) -> list[tuple]:
     """Sequences at every kind of place in a chunk, new and old, with a slot and without one; rows whose products with
     the state cancel, special values beside ordinary ones, gates at their ends; what no sequence owns is NaN. Of chunks
-    in every other case the first sequence, which has a single row, is left to another call."""
+    in every other case the first sequence, which has a single row, is left to another call. Of few single rows the last
+    case is of so many."""
     draw = torch.Generator(device).manual_seed(dk + dv)
 
     def new(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, device=device, dtype=torch.float32)
 
-    single = part in (DECODE, STEP)
+    single = part in SINGLE
     places = [0, 1, 2, 15, 16, 17, 31, 40, 48, 62, 63, 0, 0, 0, 0]
     known = [n * CHUNK + place for n in (0, 2) for place in places]
-    if single:  # so many that each block has several items
+    if few:
+        known *= -(-few // 10)  # of which ten go on from a state: _few_of
+    elif single:  # so many that each block has several items
         many = gpu.multiprocessors(device) if device.type == "cuda" else 1
         known *= max(2, -(-16 * many // (len(known) * hv * dv // 64)))
     counts = [1] * len(known) if single else [(1, 2, 17, 63, 64, 130, 3)[i % 7] for i in range(len(known))]
@@ -445,7 +476,9 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False) -
             held[slots[slots >= 0].long()] = torch.tensor(known, dtype=torch.int64, device=device)[slots >= 0]
             given = [taps.masked_fill((positions >= held[:, None])[..., None], torch.nan), *given]
         found.append((rows, given, (slots, lens, offsets, kind % 2), None if kind == 0 else initial, l2norm))
-    if not single:  # what is raced, the last one: whole sequences, or few of them beside many single rows
+    if few:  # what is raced, the last one
+        found.append(_few_of(found[0], [i for i, n in enumerate(known) if n > 2 * CHUNK], few))
+    if not single:  # likewise: whole sequences, or few of them beside many single rows
         batch, each = (max(2, 256 * gpu.multiprocessors(device) // (hv * dv)), 256) if crowded else (1, 1024)
         counts = [each] * batch + [1] * (each * batch // (SPARSE // 2) if sparse else 0)
         tokens, sequences = sum(counts), len(counts)
@@ -456,6 +489,16 @@ def _cases(device, part, dtype, hk, hv, dk, dv, l2norm, crowded, sparse=False) -
         none = torch.full_like(lens, -1)
         found.append((rows, memory(1.0, cancels), (none, lens, offsets, 0), None, l2norm))
     return found
+
+
+def _few_of(case, going_on: list[int], count: int):
+    """A case of so many of a case's single rows, at places in a chunk from its start to its end."""
+    rows, memory, (slots, lens, offsets, singles), initial, l2norm = case
+    ordered = sorted(going_on, key=lambda i: int(lens[i]))
+    these = [ordered[(2 * n + 1) * len(ordered) // (2 * count)] for n in range(count)]
+    per_row = (0, 3, 4) if len(rows) > 5 else range(5)  # of x, weight, bias, a, b, ...; or all
+    rows = tuple(x[these] if at in per_row else x for at, x in enumerate(rows))
+    return rows, memory, (slots[these], lens[these], offsets[: count + 1], singles), initial, l2norm
 
 
 def _before(rows, new, kind: int, a_log_of: torch.dtype):
@@ -480,8 +523,9 @@ def _before(rows, new, kind: int, a_log_of: torch.dtype):
 def _race(part: str, candidates, case) -> list[float | Exception]:
     rows, memory, step, initial, l2norm = case
     if part == STEP:
-        calls = [[functools.partial(_stepped, one.name, rows, memory, step, l2norm)] * 4 for one in candidates]
-        return race_on_gpu(calls)
+        out = rows[0].new_empty(rows[0].shape[0], *memory[3].shape[2:])
+        given = rows, memory, step, l2norm, out
+        return race_on_gpu([[functools.partial(_stepped, one.name, *given)] * 16 for one in candidates])
     wide = *rows[:4], rows[4].float()
     whole = *wide, step[2], initial, 0.3, l2norm
     if part in (DECODE, CHUNKS):
@@ -491,7 +535,8 @@ def _race(part: str, candidates, case) -> list[float | Exception]:
         run, given = _whole, (*whole, True)
     else:
         run, given = _gradients, (rows[2], None, *whole, (*triton.chunks(*whole, keep=True), None))
-    return race_on_gpu([[functools.partial(run, one.name, *given)] * 4 for one in candidates])
+    times = 16 if part == DECODE else 4  # of a few microseconds each
+    return race_on_gpu([[functools.partial(run, one.name, *given)] * times for one in candidates])
 
 
 def explain(op: str, **given) -> list[tuple[str, Decision]]:
@@ -504,7 +549,7 @@ def explain(op: str, **given) -> list[tuple[str, Decision]]:
         longest, singles, sequences = given["max_seqlen_q"], given["singles"], given["slots"].shape[0]
         if not (longest == 1 or singles):
             return [(STEP, canonical_by_rule("apart", "sequences may have more than one row"))]
-        step = _route_step([given[name] for name in names], memory, given["l2norm"])
+        step = _route_step([given[name] for name in names], memory, given["l2norm"], sequences)
         if step.chosen.name == "triton" or not _any_behind(longest, sequences, singles):
             return [(STEP, step)]
         behind = Call.behind(given["x"], memory, given["l2norm"], sequences - singles)
@@ -528,5 +573,8 @@ def admit(
     sizes = gpu.with_index(device), dtype, hk, hv, dk, dv, l2norm
     parts = (CHUNKS, WHOLE, *((BACKWARD,) if training else ()))
     calls = [Call(part, *sizes, heads=heads) for part in parts for heads in (1, 1 << 20)]
-    parts = Call(DECODE, *sizes), Call(STEP, *sizes), *calls, Call(CHUNKS, *sizes, heads=1 << 20, sparse=True)
-    return [route(call) for call in parts]
+    singles = [Call(part, *sizes, heads=1 << 20) for part in SINGLE]
+    if not _rule(singles[0]):
+        few = _few_rows(gpu.multiprocessors(sizes[0]), hv, dk, dv)
+        singles += [Call(part, *sizes, heads=n * hv) for part in SINGLE for n in few]
+    return [route(call) for call in (*singles, *calls, Call(CHUNKS, *sizes, heads=1 << 20, sparse=True))]
