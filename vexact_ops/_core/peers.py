@@ -246,7 +246,8 @@ class Peers:
         """So many bytes of each rank, for fused_moe to send to. As with Peers: made by all, RuntimeError on every rank
         where one of them cannot; closed with it."""
         bases = self._share(lambda found: native.ops().peers_land(found, size, self.device.index))
-        return Landing(self, bases, size)
+        own = _Interface(int(bases[self.rank]), size)
+        return Landing(self, bases, torch.as_tensor(own, dtype=torch.uint8, device=self.device))
 
     def close(self) -> None:
         """Once all ranks' gathers are done. Again it does nothing."""
@@ -256,43 +257,42 @@ class Peers:
 
 
 class Landing:
-    """Memory of each rank in which kernels of all ranks put their columns while they compute them, in place of a gather:
-    what Peers.landing makes. Ranks that send, and how many columns they do, are the same; so is the order of what they
-    do with it. What is written is read once all have met; the next may be written once all have read it, which a gather
-    of what they made of it says.
+    """Memory of each rank in which kernels of all ranks put columns while they compute them, in place of a gather: what
+    Peers.landing makes. All ranks send, as many columns each, and do the same in the same order. What is written is
+    read once all have met; the next may be written once all have read it, which a gather of what they made of it says.
 
-    bytes   of each rank
+    bases   where that of each rank lies, in this process
+    memory  this rank's bytes; the others have as many
     called  a gather of `peers`: fused_moe's `between`, for what is not sent
     """
 
-    def __init__(self, peers: Peers, bases: Tensor, size: int) -> None:
-        self.peers, self.bytes = peers, size
+    def __init__(self, peers: Peers, bases: Tensor, memory: Tensor) -> None:
+        self.peers, self.memory = peers, memory
         self._bases, self._kinds = bases, set[tuple]()
-        self._all = torch.as_tensor(_Interface(int(bases[peers.rank]), size), device=peers.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.peers.gather(x)
 
     def admit(self, kind: tuple, failure: str) -> str:
-        """From now on what is of that kind is sent, where no rank has a failure; else the first one's. By all ranks."""
-        failures = self.agree(failure)
-        if not failures:
+        """agree; from now on what is of that kind is sent, where no rank has a failure."""
+        said = self.agree(failure)
+        if not said:
             self._kinds.add(kind)
-        return failures
+        return said
 
     def agree(self, failure: str) -> str:
-        """The failure of the first rank that has one. By all ranks."""
+        """The failure of the first rank that has one, or "". By all ranks."""
         said = [text.decode() for text in self.peers._exchange(failure.encode())]
         return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), "")
 
     def takes(self, kind: tuple, rows: int, columns: int, dtype: torch.dtype) -> bool:
         """Whether so many rows and columns of each rank are sent: the same on every rank."""
-        return kind in self._kinds and rows * columns * self.peers.size * dtype.itemsize <= self.bytes
+        return kind in self._kinds and rows * columns * self.peers.size * dtype.itemsize <= len(self.memory)
 
     def view(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """(rows, size * columns) from where this rank's memory begins."""
         wide = columns * self.peers.size
-        return self._all[: rows * wide * dtype.itemsize].view(dtype).view(rows, wide)
+        return self.memory[: rows * wide * dtype.itemsize].view(dtype).view(rows, wide)
 
     @property
     def places(self) -> tuple[Tensor, int]:
@@ -302,7 +302,7 @@ class Landing:
     def meet(self) -> None:
         """What was sent before, by any rank, may be read after this. On the current stream, also in a CUDA graph."""
         bases, rank, *waiting = self.peers.waiting
-        native.ops().peers_meet(self._all, bases, rank, *waiting)
+        native.ops().peers_meet(self.memory, bases, rank, *waiting)
 
 
 class _Interface:

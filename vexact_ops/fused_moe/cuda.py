@@ -379,13 +379,11 @@ def _sends_not(gate_up: Tensor) -> str:
     return reason
 
 
-def _sent_cases(
-    landing: Landing, gate_up: Tensor, top_k: int, gelu: bool
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _sent_cases(landing: Landing, gate_up: Tensor, top_k: int, gelu: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Rows side by side, offsets, and this rank's columns as the canonical kernel has them: rows that all ranks have,
     of no expert, of one, of every other one, and some that are nobody's."""
     (experts, width, hidden), device = gate_up.shape, gate_up.device
-    most = landing.bytes // (width // 2 * landing.peers.size * 2) // top_k
+    most = len(landing.memory) // (width // 2 * landing.peers.size * 2) // top_k
     for tokens, whose in _SENT:
         if (tokens := min(tokens, most)) == 0:
             continue

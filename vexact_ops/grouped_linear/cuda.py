@@ -84,7 +84,9 @@ def grouped_gate_up_send(
     return send_by(_ring_that_sends(rows, gate_up, offsets, gelu), rows, gate_up, offsets, gelu, landing)
 
 
-def send_by(ring: tuple[int, int], rows: Tensor, gate_up: Tensor, offsets: Tensor, gelu: bool, landing: Landing) -> Tensor:
+def send_by(
+    ring: tuple[int, int], rows: Tensor, gate_up: Tensor, offsets: Tensor, gelu: bool, landing: Landing
+) -> Tensor:
     # Nothing of this may go otherwise on one of the ranks: operands that its kernel does not take are copied.
     rows, gate_up = (t if _plain(t) else t.clone(memory_format=torch.contiguous_format) for t in (rows, gate_up))
     a = landing.view(rows.shape[0], gate_up.shape[1] // 2, rows.dtype)
