@@ -215,9 +215,9 @@ def again(peers, own, new, wide: int) -> None:
 class Mixtures:
     """A mixture in bf16 that all ranks know, whole, and this rank's rows of it."""
 
-    def __init__(self, peers, experts: int, hidden: int, inner: int, top_k: int, seed: int = 1):
+    def __init__(self, peers, experts: int, hidden: int, inner: int, top_k: int, where="cpu"):
         self.peers, self.experts, self.top_k = peers, experts, top_k
-        self._made = torch.Generator().manual_seed(seed)
+        self._where = {"device": where, "generator": torch.Generator(where).manual_seed(1)}
         gate, up = (self.new(experts, inner, hidden, scale=hidden**-0.5) for _ in range(2))
         self.down = self.new(experts, hidden, inner, scale=inner**-0.5)
         self.gate_up = torch.cat([gate, up], 1)
@@ -228,12 +228,12 @@ class Mixtures:
 
     def new(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Alike on all ranks."""
-        made = torch.randn(shape, generator=self._made, dtype=torch.float32) * scale
+        made = torch.randn(shape, **self._where, dtype=torch.float32) * scale
         return made.to(torch.bfloat16).to(self.peers.device)
 
     def routed(self, tokens: int, how: str) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = torch.rand(tokens, self.top_k, generator=self._made, dtype=torch.float32)
-        ids = torch.randint(-1, self.experts + 1, (tokens, self.top_k), generator=self._made, dtype=torch.int32)
+        weights = torch.rand(tokens, self.top_k, **self._where, dtype=torch.float32)
+        ids = torch.randint(-1, self.experts + 1, (tokens, self.top_k), **self._where, dtype=torch.int32)
         ids = {
             "some": ids,
             "half": ids // 2 * 2,

@@ -83,16 +83,27 @@ def test_what_is_no_number_of_its_kind_is_no_address():
     for other in (torch.float32, torch.int32, torch.bfloat16):
         with pytest.raises(RuntimeError, match="found: expected int64"):
             ops.peers_take(words.to(other), 2, 0)
+        with pytest.raises(RuntimeError, match="found: expected int64"):
+            ops.peers_land(words.to(other), 64, 0)
         with pytest.raises(RuntimeError, match="handle: expected int64"):
             ops.peers_open(words[:8].to(other), 0)
         with pytest.raises(RuntimeError, match="bases: expected int64"):
             ops.peers_gather(x, out, bases.to(other), 0, 1, missing)
+        with pytest.raises(RuntimeError, match="bases: expected int64"):
+            ops.peers_meet(x, bases.to(other), 0, 1, missing)
         with pytest.raises(RuntimeError, match="expected contiguous bytes"):
             ops.peers_gather(x.to(other), out, bases, 0, 1, missing)
     with pytest.raises(RuntimeError, match="missing: expected int32"):
         ops.peers_gather(x, out, bases, 0, 1, missing.long())
     with pytest.raises(RuntimeError, match="expected contiguous bytes, 16 and 16 of them"):
         ops.peers_gather_packed(x, out, bases, 0, 1, missing)
+    with pytest.raises(RuntimeError, match="missing: expected int32"):
+        ops.peers_meet(x, bases, 0, 1, missing.long())
+    for rank, of in ((2, bases), (-1, bases), (0, words[:1]), (0, words)):
+        with pytest.raises(RuntimeError, match="bases: of 2 to 8 ranks"):
+            ops.peers_meet(x, of, rank, 1, missing)
+    with pytest.raises(RuntimeError, match="peers_land: 0 bytes are none"):
+        ops.peers_land(words, 0, 0)
     with pytest.raises(RuntimeError, match="2 to 8 ranks"):
         ops.peers_take(words, 9, 0)
 

@@ -104,10 +104,11 @@ __global__ void __launch_bounds__(kThreads) gather_few(const uint2* x, uint2* ou
 }
 
 // One warp. Once it has ended, what each rank's kernels before its `meet` wrote into this rank's landing is there for the
-// kernels after this one here. In order: those stores; their kernel's end, for which join_chain waits; the release of the
-// round, which holds for all that its thread has seen happen; the acquire of it here; this kernel's end; the reads. A
-// kernel that is launched to overlap this one's end waits for it (griddepcontrol.wait) before it reads, as after any other.
-// Products read a landing by the copy engine, which is another proxy than the stores': hence the fence.
+// kernels after this one here. In order: those stores, behind which their threads fence for the system; their kernel's end,
+// for which join_chain waits; the release of the round, which holds for all that its thread has seen happen; the acquire of
+// it here; this kernel's end; the reads. A kernel that is launched to overlap this one's end waits for it
+// (griddepcontrol.wait) before it reads, as after any other. Products read a landing by the copy engine, another proxy than
+// the stores', and a kernel's start is not said to stand between what another GPU wrote and that: hence the fence.
 __global__ void meet(Places places, int64_t limit, int* missing) {
   join_chain();
   const int other = threadIdx.x, own = places.rank;

@@ -157,7 +157,8 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
   STD_TORCH_CHECK(mode >= 0 && mode <= 2, "grouped_product: no mode ", mode);
   const auto what = Grouped(mode);
   const int64_t ranks = bases ? bases->numel() : 1;
-  STD_TORCH_CHECK(!bases || (what == Grouped::gate_up && !kept && ranks >= 2 && ranks <= kRanks && rank >= 0 && rank < ranks),
+  const bool fits = ranks >= 2 && ranks <= kRanks && rank >= 0 && rank < ranks;
+  STD_TORCH_CHECK(!bases || (fits && what == Grouped::gate_up && !kept),
                   "grouped_product: bases: expected 2 to 8 ranks, and mode 2");
   check_matrices(weight, "grouped_product: weight");
   const int64_t experts = weight.size(0), n = weight.size(1), k = weight.size(2), rows = x.size(0);
@@ -188,7 +189,7 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
                          static_cast<__nv_bfloat16*>(mutable_data(kept)), int(experts), int(rows), int(features),
                          int(depth), int(units), int(stages), gelu, int(ranks), {}};
   for (int64_t i = 0; where && i < ranks; ++i) {
-    const int64_t to = (rank + i) % ranks;  // its own first: no link has all ranks' bytes at once
+    const int64_t to = (rank + i) % ranks;  // its own first, then the next one's: not all to one rank at once
     args.at_rank[i] = reinterpret_cast<__nv_bfloat16*>(where[to]) + rank * features;
   }
   const DeviceGuard guard = on_device_of(x);

@@ -226,8 +226,9 @@ __device__ __forceinline__ void store_once(__nv_bfloat16* to, const uint4& v) { 
 
 // The same at each rank, `at` elements behind its first: what lies on another GPU goes there without a wait.
 __device__ __forceinline__ void store_at_all(const GroupedArgs& g, int64_t at, const uint4& v) {
-#pragma unroll 1
-  for (int rank = 0; rank < g.ranks; ++rank) store_once(g.at_rank[rank] + at, v);
+#pragma unroll
+  for (int rank = 0; rank < kRanks; ++rank)
+    if (rank < g.ranks) store_once(g.at_rank[rank] + at, v);
 }
 
 // silu(gate) * up, or gelu_tanh's, of eight pairs that are bf16 already: gate.cuh's, one operation of all of them after

@@ -42,6 +42,7 @@ __all__ = [
 
 LARGEST = 1 << 17  # rows; larger buckets take the choice of this one
 KINDS = 24  # rows that hold every kind of special row, with ordinary ones between them
+MANY = 64  # rows for each expert: kernels for few take no more
 SMALL = 100_000  # elements of a matrix: below, no kernel is worth the time to verify it
 TRITON = "triton"  # the canonical kernels
 _chosen: dict[tuple, Callable] = {}
@@ -96,14 +97,14 @@ def send_by(
 
 
 def _ring_that_sends(rows: Tensor, gate_up: Tensor, offsets: Tensor, gelu: bool) -> tuple[int, int]:
-    """The one of the product that does not send, or the fastest that was raced with it: each has the same bits, so that
-    ranks may differ in it."""
+    """That of the product which does not send, or the fastest that was raced with it, where none reads the rows through
+    an order: each has the same bits, so that ranks may differ in it."""
     kind = f"gate_up{' gelu' * gelu}"
     key = kind, rows.device.index, offsets.shape[0], gate_up.shape, bucket_of(rows.shape[0])
     if key in _rings:
         return _rings[key]
     fitting = min((ring for ring in OWN if 16 * ring[0] * gate_up.shape[0] >= rows.shape[0]), default=OWN[0])
-    if settles_nothing(rows.device):
+    if bucket_of(rows.shape[0]) <= MANY * gate_up.shape[0] or settles_nothing(rows.device):
         return fitting
     decision = route(Product.of(kind, rows, gate_up, offsets))
     named = {_ring_name(ring): ring for ring in OWN}
@@ -417,7 +418,7 @@ class Product:
     def known(self) -> dict[str, Callable]:
         """The kernels that are proposed, by name."""
         found = _names(self.what) if self.dtype == torch.bfloat16 else {}
-        return found | _small_m_names(self.what, self.bucket) if self.bucket <= 64 * self.experts else found
+        return found | _small_m_names(self.what, self.bucket) if self.bucket <= MANY * self.experts else found
 
     def proposal(self) -> Proposal:
         source = digest.canonical("grouped_linear")
