@@ -103,7 +103,8 @@ def _ring_that_sends(rows: Tensor, gate_up: Tensor, offsets: Tensor, gelu: bool)
     key = kind, rows.device.index, offsets.shape[0], gate_up.shape, bucket_of(rows.shape[0])
     if key in _rings:
         return _rings[key]
-    fitting = min((ring for ring in OWN if 16 * ring[0] * gate_up.shape[0] >= rows.shape[0]), default=OWN[0])
+    most = 2.5 * rows.shape[0] / gate_up.shape[0]  # of an expert, about, where they are spread at random
+    fitting = min((ring for ring in OWN if 16 * ring[0] >= most), default=OWN[0])
     if bucket_of(rows.shape[0]) <= MANY * gate_up.shape[0] or settles_nothing(rows.device):
         return fitting
     decision = route(Product.of(kind, rows, gate_up, offsets))
