@@ -13,10 +13,12 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
 
   // ranks on GPUs of one host (common/peers.cu)
   m.def("peers_take(Tensor(a!) found, int ranks, int device) -> ()");
+  m.def("peers_land(Tensor(a!) found, int bytes, int device) -> ()");
   m.def("peers_open(Tensor handle, int device) -> int");
   m.def("peers_close(int base, bool own, int device) -> ()");
   m.def("peers_gather(Tensor x, Tensor(a!) out, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("peers_gather_packed(Tensor x, Tensor(a!) out, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
+  m.def("peers_meet(Tensor(a!) landing, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("peers_place(Tensor? x, Tensor(a!) out, int since, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("peers_norm(Tensor? x, Tensor weight, Tensor residual, Tensor(a!) y, Tensor(b!) added, float eps, bool gemma, bool settled, int since, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
   m.def("peers_norm_packed(Tensor x, Tensor weight, Tensor residual, Tensor(a!) y, Tensor(b!) added, float eps, bool gemma, Tensor bases, int rank, int limit_ms, Tensor missing) -> ()");
@@ -49,7 +51,7 @@ STABLE_TORCH_LIBRARY(vexact_native, m) {
   // grouped_linear on SM90: offsets and order of any values touch no memory that is not the arguments'
   m.def("grouped_gather(Tensor x, Tensor offsets, Tensor order, int top_k, Tensor(a!) out) -> ()");
   m.def("grouped_bound(Tensor offsets, int rows, Tensor(a!) out) -> ()");
-  m.def("grouped_product(Tensor x, Tensor weight, Tensor offsets, int mode, bool gelu, int units, int stages, Tensor(a!) out, Tensor(b!)? kept) -> ()");
+  m.def("grouped_product(Tensor x, Tensor weight, Tensor offsets, int mode, bool gelu, int units, int stages, Tensor(a!) out, Tensor(b!)? kept, Tensor? bases=None, int rank=0) -> ()");
   m.def("grouped_sums(Tensor dy, Tensor x, Tensor offsets, int units, int stages, Tensor(a!) out) -> ()");
   m.def("grouped_tail(Tensor offsets, Tensor(a!) out) -> ()");
   // few rows per expert on SM90: false, with nothing written, where it does not take these tensors; values of offsets and order are safe

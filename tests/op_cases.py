@@ -29,6 +29,7 @@ NOT_OPS = {
 NOT_OPS |= {"BackendUnavailable", "Peers", "patch", "testing"}
 # Between ranks: products and norms of ops that are here, which take memory of peers (tests/test_peers.py).
 NOT_OPS |= {"Sent", "linear_awaited", "linear_gather_send", "linear_send", "linear_silu_mul_send", "rmsnorm_gather"}
+NOT_OPS |= {"fused_moe_send"}
 
 
 class Inputs:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import vexact_ops as vx
+from vexact_ops.fused_moe import cuda
 from vexact_ops.rmsnorm import gather
 
 
@@ -211,6 +212,126 @@ def again(peers, own, new, wide: int) -> None:
         assert int(wrong) == 0
 
 
+class Mixtures:
+    """A mixture in bf16 that all ranks know, whole, and this rank's rows of it."""
+
+    def __init__(self, peers, experts: int, hidden: int, inner: int, top_k: int, where="cpu"):
+        self.peers, self.experts, self.top_k = peers, experts, top_k
+        self._where = {"device": where, "generator": torch.Generator(where).manual_seed(1)}
+        gate, up = (self.new(experts, inner, hidden, scale=hidden**-0.5) for _ in range(2))
+        self.down = self.new(experts, hidden, inner, scale=inner**-0.5)
+        self.gate_up = torch.cat([gate, up], 1)
+        rank, size = peers.rank, peers.size
+        self.own_gate_up = torch.cat([half.chunk(size, 1)[rank] for half in (gate, up)], 1)
+        self.own_down = self.down.chunk(size, 1)[rank].contiguous()
+        self.norm = self.new(hidden)
+
+    def new(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Alike on all ranks."""
+        made = torch.randn(shape, **self._where, dtype=torch.float32) * scale
+        return made.to(torch.bfloat16).to(self.peers.device)
+
+    def routed(self, tokens: int, how: str) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = torch.rand(tokens, self.top_k, **self._where, dtype=torch.float32)
+        ids = torch.randint(-1, self.experts + 1, (tokens, self.top_k), **self._where, dtype=torch.int32)
+        ids = {
+            "some": ids,
+            "half": ids // 2 * 2,
+            "one": torch.full_like(ids, self.experts - 1),
+            "none": torch.full_like(ids, -1),
+        }[how]
+        return weights.to(self.peers.device), ids.to(self.peers.device)
+
+    def whole(self, x, weights, ids, activation="silu"):
+        return vx.fused_moe(x, self.gate_up, self.down, weights, ids, activation=activation)
+
+    def ranked(self, x, weights, ids, between, activation="silu"):
+        """This rank's columns."""
+        own = self.own_gate_up, self.own_down
+        return vx.fused_moe(x, *own, weights, ids, activation=activation, between=between)
+
+    def chain(self, x, routes, between=None, wait=None) -> list[torch.Tensor]:
+        """One mixture after another, as layers have them, wait(i) before the i-th; of one rank without `between`."""
+        residual, found = x, []
+        for i, route in enumerate(routes):
+            if wait is not None:
+                wait(i)
+            if between is None:
+                x, residual = vx.rmsnorm(self.whole(x, *route), self.norm, 1e-6, residual)
+            else:
+                x, residual = vx.rmsnorm_gather(
+                    self.ranked(x, *route, between), self.norm, 1e-6, residual, self.peers, settled=True
+                )
+            found.append(x)
+        return found
+
+
+def mixtures(peers, rank: int, size: int, device) -> None:
+    """What experts compute is sent while it is computed: the bits of one GPU, of any routing, often in a row."""
+    cuda.SENDS, cuda.SENDS_EACH, sent = 1, 0, counted(cuda)
+    columns = 48 * size
+    for experts, hidden, inner, top_k in ((8, 192, columns, 4), (5, 64 * size, 2 * columns, 3), (128, 96, columns, 8)):
+        of = Mixtures(peers, experts, hidden, inner, top_k)
+        landing = peers.landing(777 * top_k * inner * 2)
+        for activation in ("silu", "gelu_tanh"):
+            before = len(sent)
+            x, (weights, ids) = of.new(64, hidden), of.routed(64, "some")
+            of.ranked(x, weights, ids, landing, activation)
+            assert len(sent) == before, "what nobody has verified was sent"
+            why = vx.fused_moe_send(landing, of.own_gate_up, top_k, activation=activation)
+            assert not why, why
+            for tokens, how in ((1, "some"), (64, "some"), (65, "one"), (300, "half"), (777, "some"), (30, "none")):
+                x, route = of.new(tokens, hidden), of.routed(tokens, how)
+                before = len(sent)
+                found = peers.gather(of.ranked(x, *route, landing, activation))
+                assert len(sent) == before + 1, (tokens, how)
+                assert same(found, of.whole(x, *route, activation)), (experts, hidden, tokens, how, activation)
+            before, x, route = len(sent), of.new(778, hidden), of.routed(778, "some")
+            assert same(peers.gather(of.ranked(x, *route, landing, activation)), of.whole(x, *route, activation))
+            assert len(sent) == before, "more was sent than there is room for"
+    often(of, landing)
+    again_and_again(of, landing)
+
+
+def counted(room) -> list:
+    """A call for each time that a mixture is sent."""
+    send, sent = room.grouped_gate_up_send, []
+    room.grouped_gate_up_send = lambda *args: sent.append(args[0].shape) or send(*args)
+    return sent
+
+
+def often(of: Mixtures, landing) -> None:
+    """In a graph, whose routing changes."""
+    device, stream = of.peers.device, vx.cuda_stream(of.peers.device)
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream(device))
+        x, routes = of.new(200, of.norm.numel()), [of.routed(200, "some") for _ in range(6)]
+        of.chain(x, routes, landing)
+        found: list = []
+        graph = vx.cuda_graph(lambda: found.__setitem__(slice(None), of.chain(x, routes, landing)))
+        for turn in range(20):
+            x.copy_(of.new(*x.shape))
+            for weights, ids in routes:
+                for to, new in zip((weights, ids), of.routed(200, ("some", "half", "one", "none")[turn % 4])):
+                    to.copy_(new)
+            graph()
+            stream.synchronize()
+            assert all(map(same, found, of.chain(x, routes))), turn
+
+
+def again_and_again(of: Mixtures, landing, count: int = 400) -> None:
+    """Hundreds in a row, each of what the last one gave, while now this rank comes late and now another."""
+    stream = vx.cuda_stream(of.peers.device)
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream(of.peers.device))
+        x, routes = of.new(150, of.norm.numel()), [of.routed(150, "some") for _ in range(count)]
+        expected = of.chain(x, routes)
+        late = [(7 * i + 3) % (of.peers.size + 1) == of.peers.rank for i in range(count)]
+        found = of.chain(x, routes, landing, lambda i: torch.cuda._sleep(20_000 * late[i]))
+        stream.synchronize()
+        assert all(map(same, found, expected))
+
+
 def main() -> None:
     rank, size, index, folder, what = (
         int(sys.argv[1]),
@@ -248,7 +369,7 @@ def main() -> None:
             sys.stdout.write(f"missing: {peers.missing}\n")
         exchange_in(folder / "end", rank, size)(b"")
         return
-    {"gathers": gathers, "unreachable": gathers, "sent": sent}[what](peers, rank, size, device)
+    {"gathers": gathers, "unreachable": gathers, "sent": sent, "mixtures": mixtures}[what](peers, rank, size, device)
     torch.cuda.synchronize()
     exchange(b"done")
     peers.close()

@@ -84,7 +84,7 @@ def extras() -> set[str]:
 NOT_OPS = {"BackendUnavailable"}  # of the public names: what is no function
 PATCHES = ("hf", "aten", "veomni")
 # Of several processes: no example shows them.
-BETWEEN_RANKS = "linear_send", "linear_gather_send", "linear_silu_mul_send", "rmsnorm_gather"
+BETWEEN_RANKS = "linear_send", "linear_gather_send", "linear_silu_mul_send", "rmsnorm_gather", "fused_moe_send"
 OPS = [
     name
     for name, module in vx._WHERE.items()

@@ -230,7 +230,7 @@ ELSEWHERE |= {"attention_latent_varlen", "attention_latent_paged"}
 ELSEWHERE |= {"linear_silu_mul_few", "linear_silu_mul_wide"}
 # which several processes call: test_peers.py
 ELSEWHERE |= {"peers_take", "peers_open", "peers_close", "peers_gather", "peers_place", "peers_norm"}
-ELSEWHERE |= {"peers_gather_packed", "peers_norm_packed"}
+ELSEWHERE |= {"peers_gather_packed", "peers_norm_packed", "peers_land", "peers_meet"}
 ELSEWHERE |= {"linear_send", "linear_received"}
 
 

@@ -59,6 +59,7 @@ _WHERE = {
     "linear_gather_send": "linear.send",
     "linear_silu_mul_send": "linear_silu_mul.send",
     "rmsnorm_gather": "rmsnorm.gather",
+    "fused_moe_send": "fused_moe.send",
     "tune": "_core.tune",
     "recall": "_core.choices",
     "remember": "_core.choices",
@@ -135,6 +136,7 @@ if TYPE_CHECKING:  # `as`: these are public, for type checkers too
     from .causal_conv.op import causal_conv as causal_conv
     from .causal_conv.op import causal_conv_paged as causal_conv_paged
     from .fused_moe.op import fused_moe as fused_moe
+    from .fused_moe.send import fused_moe_send as fused_moe_send
     from .gated_delta.gates import delta_gates as delta_gates
     from .gated_delta.op import gated_delta_paged as gated_delta_paged
     from .gated_delta.op import gated_delta_varlen as gated_delta_varlen

@@ -9,6 +9,9 @@
 // slot on each rank, says so there, waits for theirs, and puts them in place. Few bytes go as lines: whoever sees the
 // round in one has its bytes, so that they take one way and not two. Round n + 2 may overwrite what round n left:
 // whoever has sent anything of n + 1 had read it, for lines are of one round a launch.
+//
+// A landing (peers_land) is other memory of each rank, in which kernels of all ranks write what they compute where it is
+// needed; ranks meet, in a round of block 0 that brings no bytes, before they read it.
 #include "common/cuda.h"
 #include "common/join.cuh"
 #include "common/norm_row.cuh"
@@ -98,6 +101,31 @@ __global__ void __launch_bounds__(kThreads) gather_few(const uint2* x, uint2* ou
   }
   __syncthreads();
   if (threadIdx.x == 0) *rounds_here = round;
+}
+
+// One warp. Once it has ended, what each rank's kernels before its `meet` wrote into this rank's landing is there for the
+// kernels after this one here. In order: those stores, behind which their threads fence for the system; their kernel's end,
+// for which join_chain waits; the release of the round, which holds for all that its thread has seen happen; the acquire of
+// it here; this kernel's end; the reads. A kernel that is launched to overlap this one's end waits for it
+// (griddepcontrol.wait) before it reads, as after any other. Products read a landing by the copy engine, another proxy than
+// the stores', and a kernel's start is not said to stand between what another GPU wrote and that: hence the fence.
+__global__ void meet(Places places, int64_t limit, int* missing) {
+  join_chain();
+  const int other = threadIdx.x, own = places.rank;
+  char* const here = places.base[own];
+  const uint32_t round = __ldcg(rounds(here, 0)) + 1;
+  if (other < places.ranks && other != own) {
+    say(arrived(places.base[other], own, 0), round);
+    const uint32_t* where = arrived(here, other, 0);
+    const int64_t since = now();
+    while (int32_t(heard(where) - round) < 0)
+      if (now() - since > limit) give_up(other, missing);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+  }
+  __syncwarp();
+  if (threadIdx.x == 0) *rounds(here, 0) = round;
 }
 
 // Copies `count` V from from(i) into to(i, value), by all threads; as many loads in flight as one waits for.
@@ -285,19 +313,25 @@ void launch(const Tensor& x, const Tensor& out, int64_t rows, int64_t bytes, con
                 bytes / int64_t(sizeof(V)), share, places, limit, missing);
 }
 
+Places places_at(const Tensor& bases, int64_t rank) {
+  const int64_t ranks = bases.numel();
+  STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks && rank >= 0 && rank < ranks, "bases: of 2 to 8 ranks");
+  const int64_t* const where = values<int64_t>(bases, "bases", ranks);
+  Places places{{}, int(rank), int(ranks)};
+  for (int i = 0; i < ranks; ++i) places.base[i] = reinterpret_cast<char*>(where[i]) + behind(int(ranks));
+  return places;
+}
+
 // x (T, bytes) uint8, out (T, ranks * bytes); bases: where each rank's memory lies, in this process.
 void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
   const int64_t rows = x.size(0), bytes = x.size(1), ranks = bases.size(0);
-  STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks && rank >= 0 && rank < ranks, "peers_gather: 2 to 8 ranks");
+  const Places places = places_at(bases, rank);
   check_2d(x, "x", rows, bytes);
   check_2d(out, "out", rows, ranks * bytes);
   for (const Tensor* t : {&x, &out})
     STD_TORCH_CHECK(t->scalar_type() == ScalarType::Byte && t->is_contiguous(), "x, out: expected contiguous bytes");
-  const int64_t* const where = values<int64_t>(bases, "bases", ranks);
   int* const word = mutable_values<int32_t>(missing, "missing", 1);
   if (!rows || !bytes) return;
-  Places places{{}, int(rank), int(ranks)};
-  for (int i = 0; i < ranks; ++i) places.base[i] = reinterpret_cast<char*>(where[i]) + behind(int(ranks));
   const DeviceGuard guard = on_device_of(x);
   const uint64_t all = uint64_t(bytes) | uint64_t(data(x)) | uint64_t(data(out));
   const int64_t limit = limit_ms * 1000000;
@@ -312,6 +346,14 @@ void peers_gather(Tensor x, Tensor out, Tensor bases, int64_t rank, int64_t limi
   else if (all % 4 == 0) launch<uint32_t>(x, out, rows, bytes, places, limit, word);
   else if (all % 2 == 0) launch<uint16_t>(x, out, rows, bytes, places, limit, word);
   else launch<uint8_t>(x, out, rows, bytes, places, limit, word);
+}
+
+// landing: what was written there before, by any rank, may be read after this.
+void peers_meet(Tensor landing, Tensor bases, int64_t rank, int64_t limit_ms, Tensor missing) {
+  const Places places = places_at(bases, rank);
+  int* const word = mutable_values<int32_t>(missing, "missing", 1);
+  const DeviceGuard guard = on_device_of(landing);
+  launch_joined(meet, 1, 32, landing, places, limit_ms * 1000000, word);
 }
 
 // out (T, ranks * bytes) uint8: what was sent before or, if it is given, here: this rank's x (T, bytes).
@@ -389,11 +431,9 @@ void peers_norm(std::optional<Tensor> x, Tensor weight, Tensor residual, Tensor 
 }
 
 // found (1 + 8) int64: where it lies, and the handle by which other processes open it.
-void peers_take(Tensor found, int64_t ranks, int64_t device) {
+void take(const Tensor& found, size_t size, int64_t device) {
   int64_t* const words = mutable_values<int64_t>(found, "found", 9);
-  STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks, "peers_take: 2 to 8 ranks");
   const DeviceGuard guard(static_cast<int32_t>(device));
-  const size_t size = behind(int(ranks)) + kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kLines);
   void* base = nullptr;
   VX_CUDA_CHECK(cudaMalloc(&base, size));
   static_assert(sizeof(cudaIpcMemHandle_t) == 64);
@@ -403,6 +443,16 @@ void peers_take(Tensor found, int64_t ranks, int64_t device) {
   if (error != cudaSuccess) cudaFree(base);
   VX_CUDA_CHECK(error);
   words[0] = reinterpret_cast<int64_t>(base);
+}
+
+void peers_take(Tensor found, int64_t ranks, int64_t device) {
+  STD_TORCH_CHECK(ranks >= 2 && ranks <= kRanks, "peers_take: 2 to 8 ranks");
+  take(found, behind(int(ranks)) + kNumbers + places_of(int(ranks)) * (kSlot + 2 * kUnit * kLines), device);
+}
+
+void peers_land(Tensor found, int64_t bytes, int64_t device) {
+  STD_TORCH_CHECK(bytes > 0, "peers_land: ", bytes, " bytes are none");
+  take(found, size_t(bytes), device);
 }
 
 // The same in another process: its handle, (8) int64.
@@ -426,11 +476,13 @@ void peers_close(int64_t base, bool own, int64_t device) {
 
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CUDA, m) {
   m.impl("peers_gather", TORCH_BOX(&vx::peers_gather));
+  m.impl("peers_meet", TORCH_BOX(&vx::peers_meet));
   m.impl("peers_place", TORCH_BOX(&vx::peers_place));
   m.impl("peers_norm", TORCH_BOX(&vx::peers_norm));
 }
 STABLE_TORCH_LIBRARY_IMPL(vexact_native, CompositeExplicitAutograd, m) {
   m.impl("peers_take", TORCH_BOX(&vx::peers_take));
+  m.impl("peers_land", TORCH_BOX(&vx::peers_land));
   m.impl("peers_open", TORCH_BOX(&vx::peers_open));
   m.impl("peers_close", TORCH_BOX(&vx::peers_close));
 }

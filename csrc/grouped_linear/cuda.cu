@@ -6,6 +6,7 @@
 
 #include "common/cuda.h"
 #include "common/tensor.h"
+#include "common/values.h"
 #include "grouped_linear/sm90_grouped.cuh"
 
 namespace vx {
@@ -148,19 +149,24 @@ void check_ring(int64_t units, int64_t stages) {
 }
 
 // out = rows of every expert times its matrix: x W^T, dy W (mode 1) or the gated product of gate and up (mode 2),
-// `kept` before it is gated. Tiles of at most `units` times 16 rows.
+// `kept` before it is gated. Tiles of at most `units` times 16 rows. bases: (rows, ranks * features) at each rank, of which
+// this one, whose own is out, writes its features at all of them (mode 2 without `kept`).
 void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool gelu, int64_t units, int64_t stages,
-                     Tensor out, std::optional<Tensor> kept) {
+                     Tensor out, std::optional<Tensor> kept, std::optional<Tensor> bases, int64_t rank) {
   using sm90::Grouped;
   STD_TORCH_CHECK(mode >= 0 && mode <= 2, "grouped_product: no mode ", mode);
   const auto what = Grouped(mode);
+  const int64_t ranks = bases ? bases->numel() : 1;
+  const bool fits = ranks >= 2 && ranks <= kRanks && rank >= 0 && rank < ranks;
+  STD_TORCH_CHECK(!bases || (fits && what == Grouped::gate_up && !kept),
+                  "grouped_product: bases: expected 2 to 8 ranks, and mode 2");
   check_matrices(weight, "grouped_product: weight");
   const int64_t experts = weight.size(0), n = weight.size(1), k = weight.size(2), rows = x.size(0);
   const bool across = what == Grouped::across, gate_up = what == Grouped::gate_up;
   const int64_t depth = across ? n : k, features = across ? k : gate_up ? n / 2 : n;
   STD_TORCH_CHECK(features % 8 == 0, "grouped_product: weight: ", n, " gates and ups are not multiples of 8");
   check_rows(x, "grouped_product: x", rows, depth);
-  check_rows(out, "grouped_product: out", rows, features);
+  check_rows(out, "grouped_product: out", rows, ranks * features);
   STD_TORCH_CHECK(out.is_contiguous() && (!kept || (gate_up && kept->is_contiguous())),
                   "grouped_product: out, kept: unexpected layout");
   if (kept) check_rows(*kept, "grouped_product: kept", rows, n);
@@ -168,6 +174,9 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
   const int32_t* ends = ints(offsets, "offsets", experts + 1);
   check_devices("grouped_product", {&weight, &offsets, &out}, x);
   if (kept) check_devices("grouped_product", {&*kept}, x);
+  const int64_t* const where = bases ? values<int64_t>(*bases, "bases", ranks) : nullptr;
+  STD_TORCH_CHECK(!where || where[rank] == reinterpret_cast<int64_t>(out.const_data_ptr()),
+                  "grouped_product: out: expected this rank's of bases");
   if (rows == 0) return;
   CUtensorMap weight_map, x_map;
   const void* w = data(weight);
@@ -176,13 +185,18 @@ void grouped_product(Tensor x, Tensor weight, Tensor offsets, int64_t mode, bool
                               : sm90::grouped_map(&weight_map, w, depth, features, depth, experts, 128)) &&
                     sm90::grouped_map(&x_map, data(x), depth, rows, row_stride(x), 1, sm90::kGroupedBoxRows);
   STD_TORCH_CHECK(made, "grouped_product: this driver makes no tensor map of these operands");
-  const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)),
-                               static_cast<__nv_bfloat16*>(mutable_data(kept)), int(experts), int(rows), int(features),
-                               int(depth), int(units), int(stages), gelu};
+  sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)),
+                         static_cast<__nv_bfloat16*>(mutable_data(kept)), int(experts), int(rows), int(features),
+                         int(depth), int(units), int(stages), gelu, int(ranks), {}};
+  for (int64_t i = 0; where && i < ranks; ++i) {
+    const int64_t to = (rank + i) % ranks;  // its own first, then the next one's: not all to one rank at once
+    args.at_rank[i] = reinterpret_cast<__nv_bfloat16*>(where[to]) + rank * features;
+  }
   const DeviceGuard guard = on_device_of(x);
-  const auto run = gate_up  ? sm90::grouped<Grouped::gate_up>
-                   : across ? sm90::grouped<Grouped::across>
-                            : sm90::grouped<Grouped::forward>;
+  const auto run = where     ? sm90::grouped<Grouped::gate_up_send>
+                   : gate_up ? sm90::grouped<Grouped::gate_up>
+                   : across  ? sm90::grouped<Grouped::across>
+                             : sm90::grouped<Grouped::forward>;
   VX_CUDA_CHECK(run(weight_map, x_map, args, x.get_device_index(), current_stream(x)));
 }
 
@@ -206,7 +220,7 @@ void grouped_sums(Tensor dy, Tensor x, Tensor offsets, int64_t units, int64_t st
                       sm90::grouped_map(&dy_map, data(dy), n, rows, row_stride(dy), 1, 64),
                   "grouped_sums: this driver makes no tensor map of these operands");
   const sm90::GroupedArgs args{ends, static_cast<__nv_bfloat16*>(mutable_data(out)), nullptr, int(experts), int(rows),
-                               int(k), int(n), int(units), int(stages), 0};
+                               int(k), int(n), int(units), int(stages), 0, 1, {}};
   const DeviceGuard guard = on_device_of(x);
   VX_CUDA_CHECK(sm90::grouped<sm90::Grouped::sums>(x_map, dy_map, args, x.get_device_index(), current_stream(x)));
 }

@@ -5,10 +5,13 @@
 // few of the products are of nothing. Two blocks form a cluster, next to each other in the features, and load half of
 // their common rows each, for both. Two warpgroups multiply; of a third, one thread loads, and three warps
 // take finished tiles from shared memory to where they belong while the next are being made.
+// Where ranks have some features each, the gated product of one of them goes to all: the same three warps write each 16
+// bytes into every rank's memory, over the links between GPUs, while the next tiles are being multiplied.
 // order: K ascending in steps of 16, one fp32 accumulator per element, no split of K; what is missing is zeros.
 #pragma once
 #include <algorithm>
 
+#include "common/sent.cuh"
 #include "grouped_linear/sm90_units.cuh"
 #include "silu_mul/gate.cuh"
 
@@ -24,8 +27,11 @@ constexpr int kGroupedMostStages = 12;
 constexpr int kGroupedSmall = 4 * (kGroupedExperts + 1) + 16 * kGroupedMostStages + 32;
 
 // x W^T; dy W, features contiguous; x W^T whose features alternate, eight of the gate and the eight of up that they
-// meet, 64 of each in a tile; and dy^T x over the rows of each expert.
-enum class Grouped { forward, across, gate_up, sums };
+// meet, 64 of each in a tile; dy^T x over the rows of each expert; and gate_up whose results go to all ranks.
+enum class Grouped { forward, across, gate_up, sums, gate_up_send };
+
+template <Grouped MODE>
+constexpr bool kGated = MODE == Grouped::gate_up || MODE == Grouped::gate_up_send;
 
 struct GroupedArgs {
   const int32_t* offsets;
@@ -35,6 +41,9 @@ struct GroupedArgs {
   int units;   // the most of a tile
   int stages;
   int gelu;
+  // gate_up_send, in place of `out`: (rows, ranks * features) at each rank, from this rank's first column on
+  int ranks;
+  __nv_bfloat16* at_rank[kRanks];
 };
 
 __host__ __device__ inline int grouped_stage_bytes(int units) {
@@ -215,6 +224,13 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
 // What is written leaves the L2 cache first: the operands that other tiles share stay.
 __device__ __forceinline__ void store_once(__nv_bfloat16* to, const uint4& v) { __stcs(reinterpret_cast<uint4*>(to), v); }
 
+// The same at each rank, `at` elements behind its first: what lies on another GPU goes there without a wait.
+__device__ __forceinline__ void store_at_all(const GroupedArgs& g, int64_t at, const uint4& v) {
+#pragma unroll
+  for (int rank = 0; rank < kRanks; ++rank)
+    if (rank < g.ranks) store_once(g.at_rank[rank] + at, v);
+}
+
 // silu(gate) * up, or gelu_tanh's, of eight pairs that are bf16 already: gate.cuh's, one operation of all of them after
 // the other, since few warps do this and each has to wait for nothing.
 template <bool GELU>
@@ -235,7 +251,9 @@ template <Grouped MODE>
 __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* numbers, int bundles, int turns,
                                               int rank, uint32_t staged, int staged_half, uint32_t staged_full,
                                               uint32_t staged_empty) {
-  constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;
+  constexpr int kOwn = kGated<MODE> ? kGroupedFeatures / 2 : kGroupedFeatures;
+  constexpr bool kSends = MODE == Grouped::gate_up_send;
+  const int64_t wide = kSends ? int64_t(g.ranks) * g.features : g.features;
   const int thread = threadIdx.x - (128 - kStoreThreads);
   uint32_t phase = 0;
   GroupedTiles<MODE> tiles(g, numbers, bundles, turns);
@@ -244,7 +262,7 @@ __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* n
     const int first = (2 * at.bundle + rank) * kOwn, rows = min(at.units * kUnit, at.end - at.row);
     barrier_wait(staged_full, phase);
     phase ^= 1;
-    if constexpr (MODE == Grouped::gate_up) {
+    if constexpr (kGated<MODE>) {
       const int piece = thread % 8, column = first + piece * 8;  // eight gates and ups of a row for each thread
       const uint32_t from = staged + piece / 4 * staged_half;
       for (int row = thread / 8; row < rows; row += kStoreThreads / 8) {
@@ -252,11 +270,15 @@ __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* n
         const uint4 up = load_shared(from + row * 128 + (((2 * (piece % 4) + 1) ^ (row % 8)) << 4));
         if (column >= g.features) continue;
         const int64_t at_row = at.row + row;
-        if (g.kept) {
+        if (!kSends && g.kept) {
           store_once(g.kept + at_row * 2 * g.features + column, gate);
           store_once(g.kept + (at_row * 2 + 1) * g.features + column, up);
         }
-        store_once(g.out + at_row * g.features + column, g.gelu ? gated<true>(gate, up) : gated<false>(gate, up));
+        const uint4 v = g.gelu ? gated<true>(gate, up) : gated<false>(gate, up);
+        if constexpr (kSends)
+          store_at_all(g, at_row * wide + column, v);
+        else
+          store_once(g.out + at_row * g.features + column, v);
       }
     } else {
       const int piece = thread % 16, column = first + piece * 8;
@@ -275,8 +297,17 @@ __device__ __forceinline__ void grouped_store(const GroupedArgs& g, const int* n
     const int64_t last = min(max(__ldg(g.offsets + g.experts), 0), g.rows), more = int64_t(gridDim.x) * kStoreThreads;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     const int64_t own = blockIdx.x * kStoreThreads + thread;
-    for (int64_t i = last * g.features / 8 + own; i < int64_t(g.rows) * g.features / 8; i += more)
-      reinterpret_cast<uint4*>(g.out)[i] = zero;
+    if constexpr (kSends) {
+      const int pieces = g.features / 8;  // of a row
+      for (int64_t i = last * pieces + own; i < int64_t(g.rows) * pieces; i += more)
+        store_at_all(g, i / pieces * wide + i % pieces * 8, zero);
+      // What this thread wrote has come to the others' memory before this kernel ends, and whatever is said to them
+      // after it: peers.cu's `meet`.
+      __threadfence_system();
+    } else {
+      for (int64_t i = last * g.features / 8 + own; i < int64_t(g.rows) * g.features / 8; i += more)
+        reinterpret_cast<uint4*>(g.out)[i] = zero;
+    }
     if (MODE == Grouped::gate_up && g.kept)
       for (int64_t i = last * g.features / 4 + own; i < int64_t(g.rows) * g.features / 4; i += more)
         reinterpret_cast<uint4*>(g.kept)[i] = zero;
@@ -292,7 +323,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
                    const GroupedArgs g) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t memory[];
-  constexpr int kOwn = MODE == Grouped::gate_up ? kGroupedFeatures / 2 : kGroupedFeatures;  // of a block's tile
+  constexpr int kOwn = kGated<MODE> ? kGroupedFeatures / 2 : kGroupedFeatures;  // of a block's tile
   const int stage_bytes = grouped_stage_bytes(g.units), staged_half = g.units * kUnit * 128;  // a warpgroup's 64 features
   const uint32_t base = shared_address(memory), staged = base + g.stages * stage_bytes, full = staged + 2 * staged_half;
   Ring ring(base, full, full + 8 * kGroupedMostStages, g.stages, stage_bytes);
@@ -348,7 +379,7 @@ __global__ void VX_CLUSTER_OF_TWO __launch_bounds__(kGroupedThreads, 1)
           const uint32_t a = ring.stage(), b = a + kGroupedWeight, ready = ring.ready();
           if (loads) {
             barrier_expect(ready, bytes);
-            if constexpr (MODE == Grouped::gate_up) {
+            if constexpr (kGated<MODE>) {
               copy_box(a, &a_map, ready, k, 0, 0, first / 8, at.expert);
             } else if constexpr (MODE == Grouped::forward) {
               copy_box(a, &a_map, ready, k, first, at.expert);

@@ -5,16 +5,18 @@ import itertools
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import in_ranks
+from ranks import Later, in_ranks
 from test_decoder import LATENT, family, model_of, run, sequences
 
 import vexact_ops as vx
 from vexact_engine import EngineConfig
 from vexact_engine.parallel.pipeline import PipelineWorker
 from vexact_engine.runner.forward import forward
+from vexact_engine.runner.ranks import Group, landing_bytes
 from vexact_engine.weights.cut import Shard, cut, shapes
 from vexact_engine.weights.experts import per_expert
 from vexact_engine.weights.load import Loaded
@@ -22,6 +24,7 @@ from vexact_engine.weights.partial import Origin
 from vexact_engine.weights.rows import Rows
 from vexact_engine.weights.update import Piece, Places, Update
 from vexact_ops.patch import COVERED
+from vexact_ops.patch import description as d
 from vexact_ops.testing import assert_bitwise
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "patch"))
@@ -93,6 +96,72 @@ def test_whole_experts_on_ranks_have_the_bits_of_one(name):
     with vx.patch.hf(model) as handle:
         for found in ranked(model, handle.describe(), 2, whole_experts=True):
             assert_bitwise(found, expected(handle))
+
+
+@pytest.mark.parametrize("name", [family(name) for name in MIXTURES])
+def test_what_experts_compute_goes_as_the_ranks_bring_it(name, monkeypatch):
+    """Of each mixture of a step once; but for biased ones, which no kernel sends."""
+    model, asked, brought = model_of(name), [], []
+
+    def between(self, gate_up, top_k, activation):
+        asked.append((self.rank, tuple(gate_up.shape), top_k, activation))
+        return lambda a: brought.append(a.shape) or self.gather(a)
+
+    monkeypatch.setattr(Later, "between", between)
+    with vx.patch.hf(model) as handle:
+        described = handle.describe()
+        parts = [block.part for layer in described.layers for block in layer.blocks]
+        experts = [part.experts for part in parts if isinstance(part, d.Mixture)]
+        biased = experts[0].gate_up_bias is not None
+        for found in ranked(model, described, 2):
+            assert_bitwise(found, expected(handle))
+        assert len(asked) == (0 if biased else 2 * len(experts)) and bool(brought) is not biased
+        assert biased or all(activation == experts[0].activation for *_, activation in asked)
+        asked.clear()
+        ranked(model, described, 2, whole_experts=True)
+        assert not asked, "of whole experts rows are gathered, not columns"
+        # room for all columns of the widest
+        sizes = shapes(model)
+        whole = landing_bytes(described, range(len(described.layers)), sizes, 7, torch.bfloat16)
+        down, turned = sizes[experts[0].down], experts[0].turned
+        top_k = next(part.router.top_k for part in parts if isinstance(part, d.Mixture))
+        assert whole == (0 if biased else 7 * top_k * down[1 if turned else 2] * 2)
+        assert landing_bytes(described, range(0), sizes, 7, torch.bfloat16) == 0
+        assert landing_bytes(described, range(len(described.layers)), sizes, 7, torch.float32) == 0
+
+
+@pytest.mark.parametrize("why", ["", "rank 1: other bytes came than a gather brings"])
+def test_a_group_asks_once_for_each_kind_of_mixture(why, monkeypatch):
+    """And says what it found: on each rank the same, for all of them are asked."""
+    asked, landing = [], object()
+
+    def send(given, gate_up, top_k, *, activation):
+        asked.append(given)
+        return why
+
+    monkeypatch.setattr(vx, "fused_moe_send", send)
+    group = Group.__new__(Group)
+    group.by, group._peers, group._landing, group._between = "memory of peers", None, None, {}
+    weights = torch.zeros(4, 32, 8, dtype=torch.bfloat16)
+    group.land(1024)  # without memory of peers there is none
+    assert group.between(weights, 2, "silu") == group.gather and not asked
+    group._peers = SimpleNamespace(landing=lambda size: landing)
+    group.land(0)
+    assert group.between(weights, 2, "silu") == group.gather and not asked
+    group.land(1024)
+    for _ in range(2):
+        for kind in ((weights, 2, "silu"), (weights, 2, "gelu_tanh"), (weights[:2], 2, "silu")):
+            assert group.between(*kind) == (group.gather if why else landing)
+    assert asked == [landing] * 3
+    assert group.by.partition(":")[0] == "memory of peers" and group.by.endswith(why)
+
+    def refused(size):
+        raise RuntimeError("Peers: rank 0 cannot reach the others' memory: no memory")
+
+    group._peers, group._landing, group._between = SimpleNamespace(landing=refused), None, {}
+    group.by = "memory of peers"
+    group.land(1024)
+    assert group.between(weights, 2, "silu") == group.gather and "no memory" in group.by
 
 
 EXAMPLES = pytest.mark.parametrize("name", [family(n) for n in ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text")])

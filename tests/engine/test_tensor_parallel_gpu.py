@@ -94,3 +94,24 @@ def test_ranks_have_the_bits_of_one_gpu(name, whole_experts, latent, ranks, stag
         engine.wake_up()
         assert ask(engine) == expected
         check_idle(engine)
+
+
+@pytest.mark.parametrize("ranks, stages", [(2, 1), (4, 1), (2, 2)], ids=["2", "4", "2 x 2 stages"])
+def test_experts_that_send_have_the_bits_of_one_gpu(ranks, stages, tmp_path):
+    """Prompts of a thousand tokens in a step: what their experts compute goes to all ranks while it is computed."""
+    if torch.cuda.device_count() < ranks * stages:
+        pytest.skip(f"needs {ranks * stages} GPUs, torch sees {torch.cuda.device_count()}")
+    sizes = dict(hidden_size=256, moe_intermediate_size=192, num_experts_per_tok=4, max_position_embeddings=1024)
+    build("Qwen3Moe", torch.bfloat16, **sizes).save_pretrained(tmp_path)
+    config = replace(CONFIG, max_num_batched_tokens=1024)
+    with Engine.from_pretrained(tmp_path, device="cuda", config=config) as engine:
+        expected = ask(engine)
+    layout = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    with Engine.from_pretrained(tmp_path, device="cuda", config=replace(config, **layout)) as engine:
+        for _ in range(3):
+            engine.reset_prefix_cache()
+            assert ask(engine) == expected
+        engine.sleep(level=1)
+        engine.wake_up()
+        assert ask(engine) == expected
+        check_idle(engine)

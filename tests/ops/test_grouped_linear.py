@@ -503,3 +503,79 @@ def test_few_rows_refuse_what_the_kernel_cannot_read():
         assert (y == 7).all(), f"{name}: something was written"
     with pytest.raises(RuntimeError, match="no kernel of 3 groups"):
         run(x, w, offsets, None, 1, -1, 3, 1, 1, 100, 1, out)
+
+
+@HOPPER
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu_tanh"])
+@given(
+    rows=st.one_of(st.integers(1, 20), st.sampled_from([70, 300])),
+    experts=st.sampled_from([1, 5, 130]),
+    features=st.sampled_from([8, 24, 64, 200]),
+    k=st.sampled_from([8, 64, 200]),
+    ranks=st.sampled_from([2, 3, 8]),
+    seed=SEED,
+)
+def test_what_ranks_send_is_the_gated_product_of_all_their_features(rows, experts, features, k, ranks, seed, gelu):
+    """The kernel itself, on memory of one GPU in place of all: between guards, where another rank's columns are too."""
+    from vexact_ops.grouped_linear import cuda
+
+    x, w = experts_that_cancel(rows, k, 2 * features * ranks, experts, seed, torch.bfloat16, "cuda")
+    parts = [part.contiguous() for part in w.view(experts, 2, ranks, features, k).unbind(2)]
+    guarded = torch.empty(ranks, rows + 2, ranks * features, dtype=torch.bfloat16, device="cuda")
+    places = torch.tensor([each[1:-1].data_ptr() for each in guarded], dtype=torch.int64)
+    for (name, assigned), ring in zip(spreads(rows, experts, seed), itertools.cycle(cuda.OWN)):
+        offsets = offsets_of(assigned, experts, "cuda")
+        offsets[-1] = max(int(offsets[-2]), rows - rows // 10)  # the rest is nobody's
+        expected = torch.cat(
+            [
+                cuda.CANONICAL["gate_up"](x, part.view(experts, -1, k), offsets, None, 1, gelu, False)[1]
+                for part in parts
+            ],
+            1,
+        )
+        guarded.fill_(float("nan"))
+        for rank, part in enumerate(parts):
+            before = guarded.clone()
+            native.ops().grouped_product(
+                x,
+                part.view(experts, -1, k),
+                offsets,
+                cuda.GATE_UP,
+                gelu,
+                *ring,
+                guarded[rank, 1:-1],
+                None,
+                places,
+                rank,
+            )
+            changed = guarded.view(torch.int16) != before.view(torch.int16)
+            changed[:, 1:-1, rank * features : (rank + 1) * features] = False
+            assert not changed.any(), "written outside of the rank's columns"
+        for at in range(ranks):
+            assert_bitwise(guarded[at, 1:-1], expected, f"{name}, ring {ring}, at rank {at}")
+
+
+@HOPPER
+def test_what_is_no_place_of_ranks_is_refused():
+    x, w = experts_that_cancel(4, 64, 32, 2, 0, torch.bfloat16, "cuda")
+    offsets = torch.tensor([0, 2, 4], dtype=torch.int32, device="cuda")
+    out = x.new_empty(4, 32)
+    places = torch.tensor([out.data_ptr(), out.data_ptr()], dtype=torch.int64)
+
+    def run(mode=2, out=out, kept=None, places=places, rank=0):
+        native.ops().grouped_product(x, w, offsets, mode, False, 4, 8, out, kept, places, rank)
+
+    run()
+    for wrong in (
+        {"mode": 0},
+        {"kept": x.new_empty(4, 32)},
+        {"places": places[:1]},
+        {"places": places.repeat(5)},
+        {"rank": 2},
+        {"rank": -1},
+        {"places": places.int()},
+        {"places": places + 64},
+        {"out": out[:, :16].contiguous()},
+    ):
+        with pytest.raises(RuntimeError, match="expected"):
+            run(**wrong)

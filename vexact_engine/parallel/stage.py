@@ -119,6 +119,7 @@ class Stage:
     def _make(self, a: m.Make, stack: contextlib.ExitStack) -> None:
         from ..runner.beside import runner_beside
         from ..runner.heads import described as described_heads
+        from ..runner.ranks import landing_bytes
         from ..runner.stages import Link, StageRunner
 
         device = torch.device(a.device)
@@ -162,6 +163,8 @@ class Stage:
             fill(self.model, shards, origin, device, shards)
         if heads is not None:
             keep_rows(heads, rows_of_heads)
+        if cuts and not experts:
+            link.ranks.land(landing_bytes(described, layers, whole, config.max_num_batched_tokens, origin.dtype))
         beside = runner_beside(draft, self.handle, config, device, stack, heads_cut, link.ranks)
         self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead, cuts, whole, beside)
         self.last, self.device = self.runner.draws and link.ranks.rank == 0, device

@@ -410,6 +410,9 @@ class _Mixture:
         self.gate = {"activation": experts.activation}
         for name in ("gate_up_bias", "down_bias"):
             self.gate |= {} if getattr(experts, name) is None else {name: weights[getattr(experts, name)]}
+        self.between = None if ranks.size == 1 else ranks.gather
+        if ranks.size > 1 and len(self.experts[0]) == len(self.router) and experts.gate_up_bias is None:
+            self.between = ranks.between(self.experts[0], self.top_k, experts.activation)
         self.shared = None if part.shared is None else _Mlp(weights, part.shared, ranks)
         self.shared_gate = None if part.gate is None else weights.rows(part.gate)
 
@@ -426,8 +429,7 @@ class _Mixture:
                 return out
             shared = gathered(self.shared(x))
             return out + self._gated(x, shared)
-        between = None if self.ranks.size == 1 else self.ranks.gather
-        out = vx.fused_moe(x, *self.experts, chosen, ids, **self.gate, between=between)
+        out = vx.fused_moe(x, *self.experts, chosen, ids, **self.gate, between=self.between)
         if self.shared is not None:
             out = out + self._gated(x, self.shared.columns(x))
         return self.ranks.later(out)

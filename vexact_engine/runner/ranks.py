@@ -5,6 +5,7 @@ nothing here can change a bit.
 """
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -44,6 +45,13 @@ class Ranks(Protocol):
 
     def later(self, own: Tensor) -> "Columns | Tensor":
         """gather, once somebody needs it."""
+
+    def land(self, size: int) -> None:
+        """Room for what experts of all ranks make of a step, so many bytes. Before anything is computed."""
+
+    def between(self, gate_up: Tensor, top_k: int, activation: str) -> Callable[[Tensor], Tensor]:
+        """What vx.fused_moe takes between products whose rows ranks share: gather, or what is verified here to bring
+        the same while the first product is computed."""
 
     def only(self, x: Tensor) -> Tensor:
         """Of rows that one rank has and that are zeros (all bits) on the others, that one's."""
@@ -85,6 +93,12 @@ class Alone:
 
     only = gather
 
+    def land(self, size: int) -> None:
+        pass
+
+    def between(self, gate_up: Tensor, top_k: int, activation: str) -> Callable[[Tensor], Tensor]:
+        return self.gather
+
     def later(self, own: Tensor) -> Tensor:
         return self.gather(own)
 
@@ -112,7 +126,8 @@ class Group:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._device, self._peers = device, None
+        self._device, self._peers, self._landing = device, None, None
+        self._between: dict[tuple, Callable[[Tensor], Tensor]] = {}
         self.by = dist.get_backend(group)
         own = torch.full((2, 1), self.rank, dtype=torch.int64, device=device)  # and all are there
         found = self.gather(own)
@@ -149,6 +164,36 @@ class Group:
 
     def later(self, own: Tensor) -> Columns | Tensor:
         return self.gather(own) if self._peers is None else Columns(own, self._peers)
+
+    def land(self, size: int) -> None:
+        if self._peers is None or size == 0:
+            return
+        try:
+            self._landing = self._peers.landing(size)
+        except RuntimeError as error:  # on every rank
+            self._gathers(str(error))
+
+    # A mixture may be sent once all ranks have read what the one before it sent: there is one landing. They have, for
+    # what each makes of it (its product with the experts' downs, and their sums) all gather, every row: the decoder
+    # gives `later` of it to a norm, or gathers it, before it computes anything else of these ranks; shared experts,
+    # which are gathered themselves, are added before. So in a last layer, where rows are fewer but all that are there,
+    # in one before another stage, whose sum is gathered, and in a head that drafts. A kernel that receives has the last
+    # rank's last row when it ends, that rank sends it once its product has ended, and the next mixture's kernels start
+    # once all before them have ended.
+    def between(self, gate_up: Tensor, top_k: int, activation: str) -> Callable[[Tensor], Tensor]:
+        if self._landing is None:
+            return self.gather
+        key = *gate_up.shape, gate_up.dtype, top_k, activation
+        if key not in self._between:
+            why = vx.fused_moe_send(self._landing, gate_up.detach(), top_k, activation=activation)
+            self._between[key] = self.gather if why else self._landing
+            self._gathers(why)
+        return self._between[key]
+
+    def _gathers(self, why: str) -> None:
+        log.info("ranks %s", f"gather what experts compute: {why}" if why else "send what experts compute")
+        if why and ":" not in self.by:
+            self.by = f"{self.by}: but for what experts compute, {why}"
 
     def only(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -196,6 +241,19 @@ _TRIED = ((1, 1), (3, 6), (7, 20), (1, 4096), (64, 4096), (300, 2560), (2048, 81
 
 def _bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
+
+
+def landing_bytes(
+    described: d.Decoder, layers: range, shapes: Mapping[str, Sequence[int]], tokens: int, dtype: torch.dtype
+) -> int:
+    """What all ranks' experts compute between their products, of so many tokens, where vx.fused_moe_send may serve."""
+    columns = [0]
+    for block in (block for i in layers for block in described.layers[i].blocks):
+        part = block.part
+        if isinstance(part, d.Mixture) and part.experts.gate_up_bias is None and dtype == torch.bfloat16:
+            both = shapes[part.experts.gate_up][2 if part.experts.turned else 1]
+            columns.append(part.router.top_k * both // 2)
+    return tokens * max(columns) * dtype.itemsize
 
 
 class Tokens:

@@ -32,6 +32,64 @@ class Sent(NamedTuple):
     since: int = 0
 
 
+class Shared:
+    """Memory that each rank takes, and the others open.
+
+    bases    where that of each rank lies, in this process
+    take     called with 1 + 8 int64, writes where it lies and the handle by which it is opened
+    raises   RuntimeError on every rank where one of them cannot
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        take: Callable[[Tensor], object],
+        exchange: Callable[[bytes], Sequence[bytes]],
+    ) -> None:
+        self._rank, self._device, self._opened, self._taken = rank, device, [], 0
+        failure, handle = "", b""
+        try:
+            if not native.built_with_cuda():
+                raise native.BackendUnavailable("Peers: the extension was built without its CUDA half")
+            found = torch.zeros(9, dtype=torch.int64)
+            take(found)
+            self._taken, handle = int(found[0]), found[1:].numpy().tobytes()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        handles = exchange(handle)
+        self.bases = torch.zeros(len(handles), dtype=torch.int64)
+        if not failure and all(handles):
+            failure = self._open(handles)
+        failures = [text.decode() for text in exchange(failure.encode())]
+        if any(failures):
+            self.close()
+            who = next(number for number, text in enumerate(failures) if text)
+            raise RuntimeError(f"Peers: rank {who} cannot reach the others' memory: {failures[who]}")
+
+    def _open(self, handles: Sequence[bytes]) -> str:
+        for number, handle in enumerate(handles):
+            if number == self._rank:
+                self.bases[number] = self._taken
+                continue
+            try:
+                words = torch.frombuffer(bytearray(handle), dtype=torch.int64)
+                self.bases[number] = native.ops().peers_open(words, self._device.index)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            self._opened.append(int(self.bases[number]))
+        return ""
+
+    def close(self) -> None:
+        """Again it does nothing."""
+        opened, self._opened = self._opened, []
+        for base in opened:
+            native.ops().peers_close(base, False, self._device.index)
+        taken, self._taken = self._taken, 0
+        if taken:
+            native.ops().peers_close(taken, True, self._device.index)
+
+
 class Peers:
     """What ranks write to each other through. All make it, gather and close it in the same order.
 
@@ -58,40 +116,15 @@ class Peers:
         if not (2 <= size <= _MOST_RANKS and 0 <= rank < size):
             raise ValueError(f"Peers: got rank {rank} of {size}, expected one of 2 to {_MOST_RANKS}")
         self.rank, self.size, self.device = rank, size, device
-        self._limit_ms, self._opened, self._taken = int(1e3 * limit), [], 0
-        self._exchange = exchange
-        self._bases = torch.zeros(size, dtype=torch.int64)
+        self._limit_ms, self._exchange = int(1e3 * limit), exchange
+        self._shared: list[Shared] = []
         self._missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        failure, handle = "", b""
-        try:
-            if not native.built_with_cuda():
-                raise native.BackendUnavailable("Peers: the extension was built without its CUDA half")
-            found = torch.zeros(9, dtype=torch.int64)
-            native.ops().peers_take(found, size, device.index)
-            self._taken, handle = int(found[0]), found[1:].numpy().tobytes()
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-        handles = exchange(handle)
-        if not failure and all(handles):
-            failure = self._open(handles)
-        failures = [text.decode() for text in exchange(failure.encode())]
-        if any(failures):
-            self.close()
-            who = next(number for number, text in enumerate(failures) if text)
-            raise RuntimeError(f"Peers: rank {who} cannot reach the others' memory: {failures[who]}")
+        self._bases = self._share(lambda found: native.ops().peers_take(found, size, device.index))
 
-    def _open(self, handles: Sequence[bytes]) -> str:
-        for number, handle in enumerate(handles):
-            if number == self.rank:
-                self._bases[number] = self._taken
-                continue
-            try:
-                words = torch.frombuffer(bytearray(handle), dtype=torch.int64)
-                self._bases[number] = native.ops().peers_open(words, self.device.index)
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"
-            self._opened.append(int(self._bases[number]))
-        return ""
+    def _share(self, take: Callable[[Tensor], object]) -> Tensor:
+        made = Shared(self.rank, self.device, take, self._exchange)
+        self._shared.append(made)
+        return made.bases
 
     def sends(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         """Whether so many rows and columns of each rank may be sent by the kernel that computes them, and received by
@@ -209,14 +242,74 @@ class Peers:
         word = int(self._missing)
         return word - 1 if word else None
 
+    def landing(self, size: int) -> "Landing":
+        """So many bytes of each rank, for fused_moe to send to. As with Peers: made by all, RuntimeError on every rank
+        where one of them cannot; closed with it."""
+        bases = self._share(lambda found: native.ops().peers_land(found, size, self.device.index))
+        own = _Interface(int(bases[self.rank]), size)
+        return Landing(self, bases, torch.as_tensor(own, dtype=torch.uint8, device=self.device))
+
     def close(self) -> None:
         """Once all ranks' gathers are done. Again it does nothing."""
-        opened, self._opened = self._opened, []
-        for base in opened:
-            native.ops().peers_close(base, False, self.device.index)
-        taken, self._taken = self._taken, 0
-        if taken:
-            native.ops().peers_close(taken, True, self.device.index)
+        shared, self._shared = self._shared, []
+        for one in shared:
+            one.close()
+
+
+class Landing:
+    """Memory of each rank in which kernels of all ranks put columns while they compute them, in place of a gather: what
+    Peers.landing makes. All ranks send, as many columns each, and do the same in the same order. What is written is
+    read once all have met; the next may be written once all have read it, which a gather of what they made of it says.
+
+    bases   where that of each rank lies, in this process
+    memory  this rank's bytes; the others have as many
+    called  a gather of `peers`: fused_moe's `between`, for what is not sent
+    """
+
+    def __init__(self, peers: Peers, bases: Tensor, memory: Tensor) -> None:
+        self.peers, self.memory = peers, memory
+        self._bases, self._kinds = bases, set[tuple]()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.peers.gather(x)
+
+    def admit(self, kind: tuple, failure: str) -> str:
+        """agree; from now on what is of that kind is sent, where no rank has a failure."""
+        said = self.agree(failure)
+        if not said:
+            self._kinds.add(kind)
+        return said
+
+    def agree(self, failure: str) -> str:
+        """The failure of the first rank that has one, or "". By all ranks."""
+        said = [text.decode() for text in self.peers._exchange(failure.encode())]
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), "")
+
+    def takes(self, kind: tuple, rows: int, columns: int, dtype: torch.dtype) -> bool:
+        """Whether so many rows and columns of each rank are sent: the same on every rank."""
+        return kind in self._kinds and rows * columns * self.peers.size * dtype.itemsize <= len(self.memory)
+
+    def view(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """(rows, size * columns) from where this rank's memory begins."""
+        wide = columns * self.peers.size
+        return self.memory[: rows * wide * dtype.itemsize].view(dtype).view(rows, wide)
+
+    @property
+    def places(self) -> tuple[Tensor, int]:
+        """Where each rank's memory lies, in this process, and which rank this is: for kernels that send."""
+        return self._bases, self.peers.rank
+
+    def meet(self) -> None:
+        """What was sent before, by any rank, may be read after this. On the current stream, also in a CUDA graph."""
+        bases, rank, *waiting = self.peers.waiting
+        native.ops().peers_meet(self.memory, bases, rank, *waiting)
+
+
+class _Interface:
+    """For torch.as_tensor, which keeps no hold of the memory."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
 
 
 class Loopback(Peers):
@@ -224,7 +317,7 @@ class Loopback(Peers):
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = 0, size, device
-        self._limit_ms, self._opened, self._taken = 10_000, [], 0
+        self._limit_ms, self._shared = 10_000, []
         self._lay_out(size, device)
         self._bases = torch.full((size,), self._memory.data_ptr(), dtype=torch.int64)
         self._missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)

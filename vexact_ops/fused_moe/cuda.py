@@ -6,17 +6,21 @@ values.
 """
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from .._core import digest, gpu, native
+from .._core import choices, digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, canonical_by_rule, decided, race_on_gpu
+from .._core.peers import Landing
+from .._core.proof.bitwise import same_bits
 from .._core.proof.inputs import cancelling, special_rows, tricky
 from ..grouped_linear import cuda as grouped
 from ..grouped_linear.cuda import (
     gather_rows,
     grouped_gate_up,
+    grouped_gate_up_send,
     grouped_linear_dweight,
     grouped_linear_dx,
     grouped_linear_fwd,
@@ -323,6 +327,83 @@ def explain(
     return found
 
 
+# ---- what ranks send to each other
+
+
+# From so many slots on, in all and for each expert. The kernels that send are the fastest then, also where nothing is
+# sent (of 128 experts, 2048 to 1536, raced on an H200); for fewer rows there are faster ones, which only store.
+SENDS, SENDS_EACH = 1024, 32
+_SENT = ((1, "some"), (77, "some"), (77, "one"), (50, "none"), (1030, "some"), (1030, "half"))  # tokens, and whose
+
+
+def sends(landing: Landing, x: Tensor, gate_up: Tensor, slots: int, gelu: bool) -> bool:
+    """Whether what ranks compute of gate and up is sent while it is computed. By shapes, and by what all ranks have
+    found together: one that went its own way would wait for the others for ever."""
+    inner = gate_up.shape[1] // 2
+    many = slots >= max(SENDS, SENDS_EACH * gate_up.shape[0])
+    return many and landing.takes(kind_of(gate_up, gelu), slots, inner, x.dtype) and x.dtype == gate_up.dtype
+
+
+def kind_of(gate_up: Tensor, gelu: bool) -> tuple:
+    return "gate_up", *gate_up.shape, gate_up.dtype, gate_up.is_contiguous(), bool(gelu)
+
+
+def admit_sends(landing: Landing, gate_up: Tensor, top_k: int, gelu: bool) -> str:
+    """send.py's fused_moe_send. What may fail on one of the ranks comes first, for what follows is done by all."""
+    try:
+        failure = _sends_not(gate_up)
+        cases = [] if failure else list(_sent_cases(landing, gate_up, top_k, gelu))
+    except (RuntimeError, ValueError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    if failure := landing.agree(failure):
+        return failure
+    differ = 0
+    for rows, offsets, expected in cases:
+        whole = landing(expected)
+        for ring in grouped.OWN:
+            found = landing.view(*expected.shape, expected.dtype)
+            found.view(torch.uint8).fill_(0xFF)
+            landing.meet()  # all have compared the one before, and no column comes before this
+            differ += not same_bits(grouped.send_by(ring, rows, gate_up, offsets, gelu, landing), whole)
+    return landing.admit(kind_of(gate_up, gelu), "other bytes came than a gather brings" if differ else "")
+
+
+def _sends_not(gate_up: Tensor) -> str:
+    experts, width, hidden = gate_up.shape
+    reason = gpu.not_sm90(gate_up.device) or ""
+    if choices.is_off("VEXACT_ADMIT"):
+        reason = "VEXACT_ADMIT=0: nothing is verified"
+    elif gate_up.dtype != torch.bfloat16:
+        reason = f"it takes bfloat16, not {str(gate_up.dtype)[6:]}"
+    elif width % 16 or hidden % 8 or experts > EXPERTS:
+        reason = f"it takes multiples of 8 columns on a rank and at most {EXPERTS} experts, not {tuple(gate_up.shape)}"
+    elif not gate_up.is_contiguous():
+        reason = "it takes matrices side by side"
+    return reason
+
+
+def _sent_cases(landing: Landing, gate_up: Tensor, top_k: int, gelu: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Rows side by side, offsets, and this rank's columns as the canonical kernel has them: rows that all ranks have,
+    of no expert, of one, of every other one, and some that are nobody's."""
+    (experts, width, hidden), device = gate_up.shape, gate_up.device
+    most = len(landing.memory) // (width // 2 * landing.peers.size * 2) // top_k
+    for tokens, whose in _SENT:
+        if (tokens := min(tokens, most)) == 0:
+            continue
+        ids = _some_ids(tokens, top_k, experts, device)
+        if whose == "one":
+            ids.fill_(experts - 1)
+        elif whose == "none":
+            ids.fill_(-1)
+        elif whose == "half":
+            ids = ids // 2 * 2
+        offsets, order, _ = _routed(ids, experts)
+        x = special_rows(tricky(tokens, hidden, seed=hidden, dtype=gate_up.dtype, device=device))
+        rows = x[order.long() // top_k]
+        _, expected = grouped.CANONICAL["gate_up"](rows, gate_up, offsets, None, 1, gelu, False)
+        yield rows, offsets, expected
+
+
 # ---- the layer
 
 
@@ -356,10 +437,13 @@ def fused_moe_fwd(
 ):
     offsets, order, position = plan(ids, gate_up.shape[0])
     rows = _side_by_side(x, offsets, order, position)
-    through = (order, ids.shape[1]) if rows is None else (None, 1)
-    h, a = grouped_gate_up(x if rows is None else rows, gate_up, offsets, *through, gelu, keep)
-    del rows
-    a = a if between is None else between(a)
+    read = x if rows is None else rows, gate_up, offsets, *((order, ids.shape[1]) if rows is None else (None, 1)), gelu
+    if isinstance(between, Landing) and sends(between, x, gate_up, position.shape[0], gelu):
+        h, a = None, grouped_gate_up_send(*read, between)
+    else:
+        h, a = grouped_gate_up(*read, keep)
+        a = a if between is None else between(a)
+    del rows, read
     y = grouped_linear_fwd(a, down, offsets)
     del a
     return _combine(y, position, weights, x.shape[0]), h, offsets, order, position

@@ -39,8 +39,8 @@ def fused_moe(
     gate_up_bias    (E, 2I) in x.dtype, with "swigluoai" and never without
     down_bias       (E, H) likewise. A bias is added to the rounded product and the sum rounded, as Hugging Face does
     between         for a rank with some rows of every matrix: a function of its (Tk, I) activations, sorted by expert,
-                    whose (Tk, J) result the second product takes: a gather of all ranks' columns. down_weight is
-                    (E, N, J) then, the result (T, N); without gradients
+                    whose (Tk, J) result the second product takes: a gather of all ranks' columns, or a landing of
+                    theirs (fused_moe_send). down_weight is (E, N, J) then, the result (T, N); without gradients
     returns         (T, H) in x.dtype
     bits            a token's row depends on that row, its weights and ids, and its experts alone: never on how many
                     other tokens an expert has. Its k results are those of grouped_linear, silu_mul and grouped_linear,

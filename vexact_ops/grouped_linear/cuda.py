@@ -22,6 +22,7 @@ from torch import Tensor
 from .._core import check, digest, gpu, native
 from .._core.admit import Candidate, Decision, Proposal, admitted, canonical_by_rule, race_on_gpu
 from .._core.graph import settles_nothing
+from .._core.peers import Landing
 from .._core.proof.inputs import special_rows
 from .._core.triton import on
 from ..silu_mul import triton as silu_mul
@@ -32,6 +33,7 @@ __all__ = [
     "explain",
     "gather_rows",
     "grouped_gate_up",
+    "grouped_gate_up_send",
     "grouped_linear_dweight",
     "grouped_linear_dx",
     "grouped_linear_fwd",
@@ -40,6 +42,7 @@ __all__ = [
 
 LARGEST = 1 << 17  # rows; larger buckets take the choice of this one
 KINDS = 24  # rows that hold every kind of special row, with ordinary ones between them
+MANY = 64  # rows for each expert: kernels for few take no more
 SMALL = 100_000  # elements of a matrix: below, no kernel is worth the time to verify it
 TRITON = "triton"  # the canonical kernels
 _chosen: dict[tuple, Callable] = {}
@@ -72,6 +75,56 @@ def grouped_gate_up(
     `keep`."""
     kind = f"gate_up{' gelu' * gelu}{' keep' * keep}"
     return _kernel(kind, x, gate_up, offsets, order, top_k)(x, gate_up, offsets, order, top_k, gelu, keep)
+
+
+def grouped_gate_up_send(
+    x: Tensor, gate_up: Tensor, offsets: Tensor, order: Tensor | None, top_k: int, gelu: bool, landing: Landing
+) -> Tensor:
+    """landing's gather of grouped_gate_up's a, by a kernel that writes each rank's columns into all ranks' landings."""
+    rows = gather_rows(x, offsets, order, top_k)
+    return send_by(_ring_that_sends(rows, gate_up, offsets, gelu), rows, gate_up, offsets, gelu, landing)
+
+
+def send_by(
+    ring: tuple[int, int], rows: Tensor, gate_up: Tensor, offsets: Tensor, gelu: bool, landing: Landing
+) -> Tensor:
+    # Nothing of this may go otherwise on one of the ranks: operands that its kernel does not take are copied.
+    rows, gate_up = (t if _plain(t) else t.clone(memory_format=torch.contiguous_format) for t in (rows, gate_up))
+    a = landing.view(rows.shape[0], gate_up.shape[1] // 2, rows.dtype)
+    native.ops().grouped_product(rows, gate_up, offsets, GATE_UP, gelu, *ring, a, None, *landing.places)
+    landing.meet()
+    return a
+
+
+def _ring_that_sends(rows: Tensor, gate_up: Tensor, offsets: Tensor, gelu: bool) -> tuple[int, int]:
+    """That of the product which does not send, or the fastest that was raced with it, where none reads the rows through
+    an order: each has the same bits, so that ranks may differ in it."""
+    kind = f"gate_up{' gelu' * gelu}"
+    key = kind, rows.device.index, offsets.shape[0], gate_up.shape, bucket_of(rows.shape[0])
+    if key in _rings:
+        return _rings[key]
+    most = 2.5 * rows.shape[0] / gate_up.shape[0]  # of an expert, about, where they are spread at random
+    fitting = min((ring for ring in OWN if 16 * ring[0] >= most), default=OWN[0])
+    if bucket_of(rows.shape[0]) <= MANY * gate_up.shape[0] or settles_nothing(rows.device):
+        return fitting
+    decision = route(Product.of(kind, rows, gate_up, offsets))
+    named = {_ring_name(ring): ring for ring in OWN}
+    verdicts = [verdict for verdict in decision.verdicts if verdict.candidate in named]
+    sound = [verdict for verdict in verdicts if verdict.admitted]
+    if verdicts and not sound:
+        raise RuntimeError(f"{decision.key}: ranks send what no kernel that sends has the bits of: {verdicts[0]}")
+    if decision.chosen.name in named:
+        ring = named[decision.chosen.name]
+    elif timed := [verdict for verdict in sound if verdict.us is not None]:
+        ring = named[min(timed, key=lambda verdict: verdict.us).candidate]
+    else:
+        ring = named[sound[0].candidate] if sound else fitting
+    if decision.final:
+        _rings[key] = ring
+    return ring
+
+
+_rings: dict[tuple, tuple[int, int]] = {}
 
 
 def gather_rows(x: Tensor, offsets: Tensor, order: Tensor | None, top_k: int) -> Tensor:
@@ -219,9 +272,12 @@ def _names(kind: str) -> dict[str, Callable]:
     for ring in OWN_DWEIGHT if kind == "dweight" else OWN:
         run = {"fwd": functools.partial(_own, FORWARD), "dx": functools.partial(_own, ACROSS)}.get(kind)
         run = run or {"gate_up": _own_gate_up, "dweight": _own_dweight}[kind]
-        name = f"wgmma 128x{16 * ring[0]}x64 ring {ring[1]}"
-        found[name] = functools.partial(run, ring)
+        found[_ring_name(ring)] = functools.partial(run, ring)
     return found
+
+
+def _ring_name(ring: tuple[int, int]) -> str:
+    return f"wgmma 128x{16 * ring[0]}x64 ring {ring[1]}"
 
 
 def _small_m_names(kind: str, rows: int) -> dict[str, Callable]:
@@ -363,7 +419,7 @@ class Product:
     def known(self) -> dict[str, Callable]:
         """The kernels that are proposed, by name."""
         found = _names(self.what) if self.dtype == torch.bfloat16 else {}
-        return found | _small_m_names(self.what, self.bucket) if self.bucket <= 64 * self.experts else found
+        return found | _small_m_names(self.what, self.bucket) if self.bucket <= MANY * self.experts else found
 
     def proposal(self) -> Proposal:
         source = digest.canonical("grouped_linear")
