@@ -31,7 +31,7 @@ from torch import Tensor
 from .harness import environment
 from .peers import say_once
 
-WARM, LIMIT = 2, 300.0  # hand-overs that are not timed; seconds of any answer
+WARM, LIMIT, BUCKET = 2, 300.0, 512  # hand-overs that are not timed; seconds of any answer; MiB
 DTYPES = "bfloat16", "float32"
 WAYS = "whole", "shards"
 
@@ -85,7 +85,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help=f"what the trainer holds: of {', '.join(DTYPES)} (bfloat16)",
     )
     add("--by", default="whole", metavar="WAY,WAY", help=f"of: {', '.join(WAYS)}, where ranks are several (whole)")
-    add("--bucket", type=int, default=512, metavar="N", help="MiB of a bucket (512; between CPUs 8 at most)")
+    add("--bucket", type=int, default=BUCKET, metavar="N", help=f"MiB of a bucket ({BUCKET}; between CPUs 8 at most)")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict]:
@@ -148,9 +148,10 @@ def _measure(args: argparse.Namespace, shape: str, layout: Layout, dtype: str, w
         _ask(pipes, trainers, "close")
     gbps = [size / s / 1e9 for s in seconds]
     layers = "" if args.layers is None else f" {args.layers} layers"
+    how = "by shards, " * (way == "shards") + "in_place" + f", {args.bucket} MiB" * (args.bucket != BUCKET)
     return {
         "room": "handover",
-        "case": f"{shape}{layers} of {dtype} {layout}, {'by shards, ' if way == 'shards' else ''}in_place",
+        "case": f"{shape}{layers} of {dtype} {layout}, {how}",
         "backend": "vexact",
         "ours": round(statistics.median(gbps), 2),
         "unit": "GB/s",

@@ -268,7 +268,7 @@ class Mixtures:
 
 def mixtures(peers, rank: int, size: int, device) -> None:
     """What experts compute is sent while it is computed: the bits of one GPU, of any routing, often in a row."""
-    cuda.SENDS, cuda.SENDS_EACH, sent = 1, 0, counted(cuda)
+    cuda.SENDS, sent = 1, counted(cuda)
     columns = 48 * size
     for experts, hidden, inner, top_k in ((8, 192, columns, 4), (5, 64 * size, 2 * columns, 3), (128, 96, columns, 8)):
         of = Mixtures(peers, experts, hidden, inner, top_k)

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from benchmarks import __main__, harness, report
+from benchmarks.engine import _settings as settings
 from benchmarks.engine import peer, peers, roof, timing, trace, workloads
 from benchmarks.report import compare, tables
 from vexact_engine import EngineConfig
@@ -149,7 +150,7 @@ def test_a_mixture_random_weights_and_where_a_step_goes(monkeypatch, tmp_path):
     assert one["experts_counted"] and one["experts_touched"] == 3 and 3 < four["experts_touched"] <= 8
     assert four["verify_mismatched"] == 0 and four["roof_ms"] > one["roof_ms"]
     for record in (one, four):
-        stem = record["case"].replace(" ", "-")
+        stem = record["case"].partition(",")[0].replace(" ", "-")
         assert record["profiled_steps"] == 3 and "gpu_idle" not in record
         assert set(record["host_ms"]) >= {"schedule", "encode", "launch", "wait", "read", "commit", "other"}
         assert sum(record["host_ms"].values()) == pytest.approx(record["phases_step_ms"], rel=0.2)
@@ -339,4 +340,12 @@ def test_fields_of_the_configuration():
 
     assert _config("max_num_seqs=4,enforce_eager=True") == EngineConfig(
         max_num_seqs=4, enforce_eager=True, show_progress=False
+    )
+
+
+def test_a_case_says_what_settings_it_has():
+    """A record of others would stand in the place of one of the engine's own."""
+    assert settings("") == settings("tensor_parallel_size=2,latent_attention=True") == ""
+    assert settings("max_num_batched_tokens=8192,tensor_parallel_size=2,page_size=32") == (
+        "max_num_batched_tokens=8192, page_size=32"
     )

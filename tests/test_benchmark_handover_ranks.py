@@ -25,7 +25,7 @@ def test_two_ranks_to_two_replicas_of_two(shape, tmp_path):
     args = bench.parse(["handover_ranks", "--device=cpu", "--repeats=2", "--bucket=1"])
     record = handover_ranks._measure(args, shape, Layout(2, 2, 2), "float32", "whole")
     json.dumps(record)
-    assert record["case"] == f"{shape} of float32 from 2 ranks to 2 x TP 2, in_place" and record["updates"] == 2
+    assert record["case"] == f"{shape} of float32 from 2 ranks to 2 x TP 2, in_place, 1 MiB" and record["updates"] == 2
     assert record["differ"] == 0 and record["logprobs"] == 2 * (63 + 32 + 6) and record["ms"] > 0
     assert record["together"] == pytest.approx(2 * record["ours"], abs=0.02) and record["unit"] == "GB/s"
 
@@ -34,7 +34,7 @@ def test_two_ranks_to_two_replicas_of_two(shape, tmp_path):
 def test_two_ranks_to_two_by_shards(shape):
     args = bench.parse(["handover_ranks", "--device=cpu", "--repeats=1", "--bucket=1"])
     record = handover_ranks._measure(args, shape, Layout(2, 1, 2), "float32", "shards")
-    assert record["case"] == f"{shape} of float32 from 2 ranks to TP 2, by shards, in_place"
+    assert record["case"] == f"{shape} of float32 from 2 ranks to TP 2, by shards, in_place, 1 MiB"
     assert record["differ"] == 0 and record["logprobs"] == 63 + 32 + 6 and record["gathering_ms"] is None
 
 

@@ -122,6 +122,14 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error("--profile: replicas compute in other processes, expected --replicas 1")
 
 
+_SAID = "pipeline_parallel_size", "tensor_parallel_size", "latent_attention", "num_pages"
+
+
+def _settings(text: str) -> str:
+    """What a case is apart by from one of EngineConfig's own settings, but for what it says anyway, and room."""
+    return ", ".join(item for item in filter(None, text.split(",")) if item.partition("=")[0] not in _SAID)
+
+
 def _config(text: str):
     """EngineConfig of "max_num_seqs=64,enforce_eager=True"."""
     import ast
@@ -205,6 +213,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
         "pipeline_parallel_size": stages,
         **({"tensor_parallel_size": ranks} if ranks > 1 else {}),
         **({"replicas": args.replicas} if several else {}),
+        **({"settings": settings} if (settings := _settings(args.engine)) else {}),
     }
     began = time.perf_counter()
     engine = replicas(args, source, dtype) if several else Engine(loaded, args.config)
@@ -324,6 +333,7 @@ def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run,
     apart = f", {stages} pipeline stages" if stages > 1 else ""
     apart += f", {about['tensor_parallel_size']} ranks" if "tensor_parallel_size" in about else ""
     apart += f", {about['replicas']} replicas" if "replicas" in about else ""
+    apart += f", {about['settings']}" if "settings" in about else ""
     alike = workload.rate is None and len({job.new for job in workload.jobs}) == 1
     return {
         "room": "engine",

@@ -330,9 +330,10 @@ def explain(
 # ---- what ranks send to each other
 
 
-# From so many slots on, in all and for each expert. The kernels that send are the fastest then, also where nothing is
-# sent (of 128 experts, 2048 to 1536, raced on an H200); for fewer rows there are faster ones, which only store.
-SENDS, SENDS_EACH = 1024, 32
+# From so many slots on. Of 128 experts, 2048 to 768 on each of two H200s, gate_up to down takes 161 us so for 176 with
+# a gather at 1024 slots, then at twice, four, 16 and 64 times as many 169 for 179, 190 for 192, 246 for 282, 677 for
+# 832: also where kernels that only store are the faster ones.
+SENDS = 1024
 _SENT = ((1, "some"), (77, "some"), (77, "one"), (50, "none"), (1030, "some"), (1030, "half"))  # tokens, and whose
 
 
@@ -340,8 +341,8 @@ def sends(landing: Landing, x: Tensor, gate_up: Tensor, slots: int, gelu: bool) 
     """Whether what ranks compute of gate and up is sent while it is computed. By shapes, and by what all ranks have
     found together: one that went its own way would wait for the others for ever."""
     inner = gate_up.shape[1] // 2
-    many = slots >= max(SENDS, SENDS_EACH * gate_up.shape[0])
-    return many and landing.takes(kind_of(gate_up, gelu), slots, inner, x.dtype) and x.dtype == gate_up.dtype
+    known = landing.takes(kind_of(gate_up, gelu), slots, inner, x.dtype)
+    return slots >= SENDS and known and x.dtype == gate_up.dtype
 
 
 def kind_of(gate_up: Tensor, gelu: bool) -> tuple:
