@@ -279,6 +279,7 @@ def test_a_mixed_call_s_single_rows_are_one_kernel_s(behind, monkeypatch):
     step = ints("cpu", *[3, -1, 0, 2, 5, 1, 7, 4][:count]), ints("cpu", *lens), ints("cpu", *cu)
     memory = [t.clone() for t in layer.memory]
     expected = layer.apart(x, a, b, memory, (*step, longest), True, "cpu"), *memory
+    assert vx.conv_gated_delta_paged  # its operator is known once it is asked for
     names = [argument.name for argument in torch.ops.vexact.conv_gated_delta_paged.default._schema.arguments]
     for singles in (0, 1, 2, 3):
         asked.clear(), kernels.chunked.clear()
