@@ -1,47 +1,20 @@
 """Packed lines between ranks without a GPU: kernels of csrc/common/packed_kernels.cuh, by processes that share memory,
 a thread of the host for each of a block. Changed ones must be found."""
 
-import platform
-import shutil
-import subprocess
 from pathlib import Path
 
+import on_host
 import pytest
 
-TESTS = Path(__file__).parent
-COMPILER = shutil.which("c++")
-
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="16 bytes at once: known of x86-64 alone"),
-]
+pytestmark = on_host.marks
 
 
 def built(folder: Path, changed: tuple[str, str, str] | None = None) -> Path:
-    """changed   a header, what stands in it once, and what is to stand there"""
-    sources = TESTS.parent / "csrc" / "common"
-    (folder / "common").mkdir()
-    for name in ("packed.cuh", "packed_kernels.cuh"):
-        text = (sources / name).read_text()
-        if changed and changed[0] == name:
-            assert text.count(changed[1]) == 1, f"{name}: {changed[1]}"
-            text = text.replace(*changed[1:])
-        (folder / "common" / name).write_text(text)
-    command = [COMPILER, "-std=c++20", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-pthread"]
-    source = TESTS / "emulated" / "packed.cpp"
-    done = subprocess.run(
-        [*command, f"-I{source.parent}", f"-I{folder}", str(source), "-o", str(folder / "packed")],
-        capture_output=True,
-        text=True,
-    )
-    assert not done.returncode, done.stderr
-    return folder / "packed"
+    return on_host.built(folder, "packed", "common", ("packed.cuh", "packed_kernels.cuh"), ["-pthread"], changed)
 
 
-def run(program: Path, ranks: int, times: int, limit: int = 60_000, present: int = 0) -> subprocess.CompletedProcess:
-    given = map(str, (ranks, times, limit, present or ranks))
-    return subprocess.run([program, *given], capture_output=True, text=True, timeout=240)
+def run(program: Path, ranks: int, times: int, limit: int = 60_000, present: int = 0):
+    return on_host.run(program, ranks, times, limit, present or ranks)
 
 
 @pytest.fixture(scope="module")

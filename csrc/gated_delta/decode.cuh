@@ -125,7 +125,22 @@ __device__ __forceinline__ void copy(Window<T, N>& to, const DeltaStep& step, in
   for (int n = lane; n < N / 2; n += 32) copy16(&to.weight[2 * n], static_cast<const uint2*>(step.weight) + channel + 2 * n);
 }
 
-// silu(convolution) of a lane's channels, 32 from one to the next, rounded; keeps the row's inputs where asked to.
+// silu(convolution) of a channel whose inputs are in(0), the oldest, to in(3), rounded; bias(), where there is one.
+template <class T, class In, class Bias>
+__device__ __forceinline__ T convolved(const uint2& weight, bool biased, const In& in, const Bias& bias) {
+  const float2 first = widen_two<T>(weight.x), last = widen_two<T>(weight.y);
+  // order: taps from the oldest to the newest, one accumulator
+  float acc = fmaf(first.x, widen(in(0)), 0.0f);
+  acc = fmaf(first.y, widen(in(1)), acc);
+  acc = fmaf(last.x, widen(in(2)), acc);
+  acc = fmaf(last.y, widen(in(3)), acc);
+  if (biased) acc = acc + widen(bias());
+  T y;
+  narrow(y, acc * gate_of<false>(acc).s);
+  return y;
+}
+
+// The same of a lane's channels, 32 from one to the next; keeps the row's inputs where asked to.
 template <class T, int N>
 __device__ __forceinline__ void convolve(const Window<T, N>& of, const DeltaStep& step, int slot, int position, int channel,
                                          bool keep, T (&y)[N / 32]) {
@@ -135,14 +150,9 @@ __device__ __forceinline__ void convolve(const Window<T, N>& of, const DeltaStep
 #pragma unroll
   for (int m = 0; m < N / 32; ++m) {
     const int n = lane + 32 * m;
-    const float2 first = widen_two<T>(of.weight[n].x), last = widen_two<T>(of.weight[n].y);
-    // order: taps from the oldest to the newest, one accumulator
-    float acc = fmaf(first.x, widen(of.in[0][n]), 0.0f);
-    acc = fmaf(first.y, widen(of.in[1][n]), acc);
-    acc = fmaf(last.x, widen(of.in[2][n]), acc);
-    acc = fmaf(last.y, widen(of.in[3][n]), acc);
-    if (step.bias) acc = acc + widen(static_cast<const T*>(step.bias)[channel + n]);
-    narrow(y[m], acc * gate_of<false>(acc).s);
+    y[m] = convolved<T>(
+        of.weight[n], step.bias, [&](int w) { return of.in[w][n]; },
+        [&] { return static_cast<const T*>(step.bias)[channel + n]; });
     if (keep) ring[n] = of.in[kStepTaps - 1][n];
   }
 }

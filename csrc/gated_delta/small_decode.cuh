@@ -60,16 +60,8 @@ struct LaneWindow {
   }
   __device__ __forceinline__ void convolve(const DeltaStep& step, T (&y)[N]) const {
 #pragma unroll
-    for (int m = 0; m < N; ++m) {
-      const float2 first = widen_two<T>(weight[m].x), last = widen_two<T>(weight[m].y);
-      // order: taps from the oldest to the newest, one accumulator
-      float acc = fmaf(first.x, widen(in[0][m]), 0.0f);
-      acc = fmaf(first.y, widen(in[1][m]), acc);
-      acc = fmaf(last.x, widen(in[2][m]), acc);
-      acc = fmaf(last.y, widen(in[3][m]), acc);
-      if (step.bias) acc = acc + widen(bias[m]);
-      narrow(y[m], acc * gate_of<false>(acc).s);
-    }
+    for (int m = 0; m < N; ++m)
+      y[m] = convolved<T>(weight[m], step.bias, [&](int w) { return in[w][m]; }, [&] { return bias[m]; });
   }
   __device__ __forceinline__ void keep(const DeltaStep& step, const Item& of, int channel) const {
     T* const ring = static_cast<T*>(step.taps) + of.slot * step.taps_slot +

@@ -2,48 +2,20 @@
 admission compares with the canonical kernel's. Threads of a block take turns, and the matrix unit has a stand-in whose
 sums depend on what the unit's do. Changed ones must be found."""
 
-import platform
-import shutil
-import subprocess
 from pathlib import Path
 
+import on_host
 import pytest
 
-TESTS = Path(__file__).parent.parent
-COMPILER = shutil.which("c++")
-
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of 16 bits: known of x86-64 alone"),
-]
+pytestmark = on_host.marks
 
 
 def built(folder: Path, changed: tuple[str, str] | None = None) -> Path:
     """changed   what stands in the kernel once, and what is to stand there"""
-    (folder / "gated_delta").mkdir()
-    for name in ("decode.cuh", "gates.cuh", "small_decode.cuh"):
-        text = (TESTS.parent / "csrc" / "gated_delta" / name).read_text()
-        if changed and name == "small_decode.cuh":
-            assert text.count(changed[0]) == 1, changed[0]
-            text = text.replace(*changed)
-        (folder / "gated_delta" / name).write_text(text)
-    command = [COMPILER, "-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
-    # what is read only where it was written
-    command += ["-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
-    command += [f"-DSTEP_ALONE={int(changed is not None)}"]
-    source = TESTS / "emulated" / "single_rows.cpp"
-    done = subprocess.run(
-        [*command, f"-I{source.parent}", f"-I{folder}", str(source), "-o", str(folder / "single_rows")],
-        capture_output=True,
-        text=True,
-    )
-    assert not done.returncode, done.stderr
-    return folder / "single_rows"
-
-
-def run(program: Path, *how: str) -> subprocess.CompletedProcess:
-    return subprocess.run([program, *how], capture_output=True, text=True, timeout=240)
+    flags = ["-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]  # what is read only where it was written
+    flags.append(f"-DSTEP_ALONE={int(changed is not None)}")
+    headers, kernel = ("decode.cuh", "gates.cuh", "small_decode.cuh"), "small_decode.cuh"
+    return on_host.built(folder, "single_rows", "gated_delta", headers, flags, changed and (kernel, *changed))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +28,7 @@ def program(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("part", ["decode", "step"])
 def test_few_rows_have_the_bits_of_any_number(program, part, dtype, kind):
     """Also where what is read before the kernel before has ended is any number: no address leaves the tensors then."""
-    done = run(program, part, dtype, kind)
+    done = on_host.run(program, part, dtype, kind)
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stdout + done.stderr
 
 
@@ -84,6 +56,6 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_found(wrong, tmp_path):
     program = built(tmp_path, WRONG[wrong])
-    done = (run(program, "step", "bf16", kind) for kind in ("cancelling", "special"))
+    done = (on_host.run(program, "step", "bf16", kind) for kind in ("cancelling", "special"))
     first = next((one for one in done if one.returncode), None)
     assert first and first.returncode in (1, 4, 5), first

@@ -437,14 +437,14 @@ def fused_moe_fwd(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, gelu: bool, keep: bool, between=None
 ):
     offsets, order, position = plan(ids, gate_up.shape[0])
-    rows = _side_by_side(x, offsets, order, position)
-    read = x if rows is None else rows, gate_up, offsets, *((order, ids.shape[1]) if rows is None else (None, 1)), gelu
+    rows, *through = read(x, offsets, order, position)
+    given = gate_up, offsets, *through, gelu
     if isinstance(between, Landing) and sends(between, x, gate_up, position.shape[0], gelu):
-        h, a = None, grouped_gate_up_send(*read, between)
+        h, a = None, grouped_gate_up_send(rows, *given, between)
     else:
-        h, a = grouped_gate_up(*read, keep)
+        h, a = grouped_gate_up(rows, *given, keep)
         a = a if between is None else between(a)
-    del rows, read
+    del rows
     y = grouped_linear_fwd(a, down, offsets)
     del a
     return _combine(y, position, weights, x.shape[0]), h, offsets, order, position
