@@ -37,7 +37,7 @@ def run(folder: Path, size: int, what: str) -> list[subprocess.CompletedProcess]
 
 @GPU
 @pytest.mark.process
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_columns_of_every_rank_in_their_order(size, tmp_path):
     for done in run(tmp_path, size, "gathers"):
         assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
@@ -45,7 +45,7 @@ def test_columns_of_every_rank_in_their_order(size, tmp_path):
 
 @GPU
 @pytest.mark.process
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_is_sent_is_what_one_gpu_computes(size, tmp_path):
     for done in run(tmp_path, size, "sent"):
         assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
@@ -53,7 +53,7 @@ def test_what_is_sent_is_what_one_gpu_computes(size, tmp_path):
 
 @GPU
 @pytest.mark.process
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_mixtures_that_are_sent_are_what_one_gpu_computes(size, tmp_path):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("kernels for SM90 send them")

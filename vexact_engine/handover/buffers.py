@@ -30,6 +30,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # whoever reads what was cut o
 _FILE = struct.Struct("<qq")  # process, descriptor
 _PREFIX = "vexact-weights-"  # of the files' names, which /proc shows
 _MOST_FOUND = 100_000  # views of buckets that are kept
+_DL_CUDA, _DL_UINT = 2, 1  # dlpack.h: a kind of device, a kind of number
 
 
 class Buckets:
@@ -106,7 +107,8 @@ class OpenedBuckets:
     """The same buffers in the other process.
 
     gpu      whose memory it is, for CUDA: see gpu_name
-    device   that they are read from: host memory is pinned for a GPU
+    device   that reads them: its tensors they are, another GPU's memory too, which takes no context there. Host memory
+             is pinned for a GPU
     raises   HandoverFailed, saying what stands in the way, where they do not open
     """
 
@@ -116,9 +118,10 @@ class OpenedBuckets:
         if kind not in (HOST, CUDA):
             raise HandoverFailed(f"weights: {kind!r} is no kind of memory, expected {HOST!r} or {CUDA!r}")
         if kind == CUDA:
-            device = gpu_named(gpu)
-            if device is None:
+            whose = gpu_named(gpu)
+            if whose is None:
                 raise HandoverFailed(f"weights: CUDA IPC: process {os.getpid()} does not see the GPU {gpu}")
+            device = _reader(device, whose)
         try:
             for handle in handles:
                 if kind == CUDA:
@@ -367,10 +370,8 @@ class _CudaMemory:
         return bytes(found)
 
     def tensor(self) -> Tensor:
-        found = torch.as_tensor(_Interface(self.pointer, self.size), dtype=torch.uint8, device=self.device)
-        if found.data_ptr() != self.pointer:
-            raise HandoverFailed(f"weights: CUDA IPC: the memory is not {self.device}'s")
-        return found
+        """Its bytes, as if they were the device's. It keeps no hold of the memory."""
+        return _bytes_at(self.pointer, self.size, self.device)
 
     def close(self) -> None:
         with _current(self.device):
@@ -382,11 +383,54 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * 64),)
 
 
-class _Interface:
-    """For torch.as_tensor, which keeps no hold of the memory."""
+class _Exported(ctypes.Structure):
+    """DLManagedTensor, as dlpack.h has it: what torch takes for a tensor on the device that is said, whoever's memory
+    it is. By __cuda_array_interface__ memory of another GPU would be that GPU's."""
 
-    def __init__(self, pointer: int, size: int):
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("dimensions", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+_exported: dict[int, tuple[_Exported, ctypes.Array]] = {}  # until torch has let go of each
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _let_go(at: int) -> None:
+    _exported.pop(at, None)
+
+
+def _bytes_at(pointer: int, size: int, device: torch.device) -> Tensor:
+    from torch.utils.dlpack import from_dlpack
+
+    shape = (ctypes.c_int64 * 1)(size)
+    deleter = ctypes.cast(_let_go, ctypes.c_void_p)
+    made = _Exported(pointer, _DL_CUDA, device.index, 1, _DL_UINT, 8, 1, shape, None, 0, None, deleter)
+    at = ctypes.addressof(made)
+    _exported[at] = made, shape
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return from_dlpack(capsule(at, b"dltensor", None))
+
+
+def _reader(device: torch.device, whose: torch.device) -> torch.device:
+    """Of a GPU's memory: the GPU that is to read it, where that reaches it, else itself."""
+    if device.type != "cuda":
+        return whose
+    index = torch.cuda.current_device() if device.index is None else device.index
+    reaches = index == whose.index or torch.cuda.can_device_access_peer(index, whose.index)
+    return torch.device("cuda", index) if reaches else whose
 
 
 @contextlib.contextmanager
