@@ -34,7 +34,7 @@ ZERO = (
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `ranks` trainers, and as many replicas; separate_async: half of them for each."""
+    """One run. `ranks` trainers, and as many of the rollout; separate_async: half of them for each."""
 
     family: str
     engine: str = "fsdp2"  # or veomni
@@ -48,6 +48,7 @@ class Case:
     turns: bool = False  # answers have what tools said between what was drawn
     ulysses: int = 1  # ranks that share a row
     experts: int = 1  # ranks that share a layer's experts
+    replica: int = 1  # ranks of one engine
     whole: bool = False  # weights' gradients are those of one rank to a row; the trained weights are kept
     first_gpu: int = 0  # the ranks' are this one and those behind it
     overrides: tuple[str, ...] = ()
@@ -60,7 +61,7 @@ class Case:
     @property
     def layout(self) -> str:
         """Beside FSDP alone, in words."""
-        parts = ("Ulysses", self.ulysses), ("EP", self.experts)
+        parts = ("Ulysses", self.ulysses), ("EP", self.experts), ("rollout TP", self.replica)
         found = " x ".join(f"{name} {size}" for name, size in parts if size > 1)
         return f"{found} whole".strip() if self.whole else found
 
@@ -108,7 +109,7 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
         f"{actor}.optim.lr": case.lr,
         f"{rollout}.name": "vexact",
         f"{rollout}.n": 2,
-        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.tensor_model_parallel_size": case.replica,
         f"{rollout}.calculate_log_probs": True,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": 2,
         f"{rollout}.agent.num_workers": 1,

@@ -32,7 +32,7 @@ REPEATED = (*DETERMINISTIC, *(f"trainer.v1.sampler.custom_sampler.{option}" for 
 # and its rewards are of a model, whose scores are there again too
 KEPT = Case("deepseek_v3", ranks=1, rewards="apart", overrides=(*REPEATED, "trainer.save_freq=2"))
 # One rollout of both ranks, instead of one of each.
-TOGETHER = Case("qwen3_5_moe", overrides=("actor_rollout_ref.rollout.tensor_model_parallel_size=2",))
+TOGETHER = Case("qwen3_5_moe", replica=2)
 # Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
 # under both, and a README's command (test_recipes) runs the dense one.
 IN_CI = [

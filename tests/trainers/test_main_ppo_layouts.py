@@ -42,7 +42,9 @@ OTHERS = [
     *([Case(MIXTURE, "veomni", ranks=4, experts=2, ulysses=2)] if GPUS else []),
 ]
 if GPUS == 2:
-    OTHERS += [Case(DENSE, "veomni", ulysses=2), Case(MIXTURE, "veomni", experts=2)]
+    OTHERS += [Case(DENSE, "veomni", ulysses=2), Case(MIXTURE, "veomni", experts=2), Case(MIXTURE, replica=2)]
+if GPUS >= 4:
+    OTHERS += [Case(DENSE, ranks=4, replica=2), Case(MIXTURE, ranks=4, replica=4)]
 CASES = [*dict.fromkeys(case for pair in PAIRS for case in pair), *(case for case in OTHERS if case.ranks <= MOST)]
 pytestmark = [
     *([pytest.mark.cuda] if GPUS else []),
