@@ -21,7 +21,7 @@ import vexact_ops as vx
 from vexact_engine import Engine, HandoverFailed, ShardedWeightSender
 from vexact_engine.handover import buffers
 from vexact_engine.handover import messages as m
-from vexact_engine.handover.shards import _First, own_piece
+from vexact_engine.handover.shards import Known, _First, own_piece
 from vexact_engine.weights.update import Piece, Places, Update
 
 pytestmark = pytest.mark.process
@@ -307,16 +307,28 @@ def test_what_is_a_run_of_elements_and_what_is_not(tmp_path):
 def runs(rank: int, path: str) -> None:
     connected(rank, path, 3)
     mesh = init_device_mesh("cpu", (3,))
-    whole, known = torch.arange(7 * 4).view(7, 4), {}
+    whole = torch.arange(7 * 4).view(7, 4)
+    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    known = Known.of("a", rows)
     begin, end = ((0, 12), (12, 24), (24, 28))[rank]
-    for more in (0, 100):  # the second by what is known of the first's layout
-        piece = own_piece(distribute_tensor(whole + more, mesh, [Shard(0)]), known)
+    for more in (0, 100):  # the second by what is known of the first
+        tensor = distribute_tensor(whole + more, mesh, [Shard(0)])
+        assert known.still(tensor)
+        piece = own_piece(tensor, known.begin)
         assert piece.start == begin and piece.values.tolist() == list(range(begin + more, end + more))
-    assert len(known) == 1
-    assert len(own_piece(distribute_tensor(whole[:2], mesh, [Shard(0)]), known).values) == (0 if rank == 2 else 4)
-    replicated = own_piece(distribute_tensor(whole, mesh, [Replicate()]), known)
-    assert len(replicated.values) == (0 if rank else 28)
-    assert own_piece(distribute_tensor(whole, mesh, [Shard(1)]), known) is None
+    few, columns, same = (
+        distribute_tensor(tensor, mesh, [placement])
+        for tensor, placement in ((whole[:2], Shard(0)), (whole, Shard(1)), (whole, Replicate()))
+    )
+    assert not any(map(known.still, (few, columns, same)))
+    assert not known.still(distribute_tensor(whole, init_device_mesh("cpu", (3,)), [Shard(0)]))
+    found = own_piece(few, Known.of("a", few).begin)
+    assert (found is None) == (rank == 2) and (found is None or len(found.values) == 4)
+    assert Known.of("a", columns).begin is None
+    found = own_piece(same, Known.of("a", same).begin)
+    assert (found is None) == (rank > 0) and (found is None or len(found.values) == 28)
+    said = {Known.of("a", tensor).said for tensor in (rows, few, columns, same)} | {Known.of("b", rows).said}
+    assert len(said) == 5
     dist.destroy_process_group()
 
 

@@ -71,7 +71,7 @@ class Filling:
         self._checksums, self._memory = checksums, memory
         self._free = deque(range(len(buffers.tensors)))
         self._filled: deque[tuple[m.Bucket, list[torch.cuda.Event]]] = deque()  # not posted yet: what fills them
-        self._streams: set[torch.cuda.Stream] = set()  # that fill the bucket: the caller's may change
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # that fill the bucket: the caller's may change
         self._packer = Packer(self._spaces(), self._copy)
 
     def put(self, name: str, value: Tensor | Piece, dtype: torch.dtype) -> None:
@@ -109,7 +109,10 @@ class Filling:
                 into.copy_(part)
             return
         into.copy_(part, non_blocking=part.is_cuda)
-        self._streams |= {torch.cuda.current_stream(t.device) for t in (part, into) if t.is_cuda}
+        for gpu in {tensor.device.index for tensor in (part, into) if tensor.is_cuda}:
+            stream = gpu, torch._C._cuda_getCurrentRawStream(gpu)  # asked for each tensor, and cheap
+            if stream not in self._streams:
+                self._streams[stream] = torch.cuda.current_stream(gpu)
 
     def _spaces(self) -> Iterator[BucketSpace]:
         """Buckets that may be filled, as they are given back."""
@@ -120,7 +123,7 @@ class Filling:
             yield self.buffers.space(self._free.popleft())
 
     def _flush(self, space: BucketSpace, used: int, parts: list[m.Part]) -> None:
-        events, total = [stream.record_event() for stream in self._streams], None
+        events, total = [stream.record_event() for stream in self._streams.values()], None
         self._streams.clear()
         if self._checksums:
             for event in events:

@@ -59,7 +59,6 @@ class Packer(Generic[S]):
         self._space: S | None = None
         self._used, self._parts = 0, []
 
-    @torch.no_grad()
     def put(self, name: str, value: Tensor | Piece, dtype: torch.dtype | None = None) -> Iterator[Filled]:
         """Each bucket that it fills. In another dtype the tensor is rounded."""
         tensor, first, shape = value, 0, None
@@ -67,8 +66,9 @@ class Packer(Generic[S]):
             tensor, first, shape = value.values, value.start, (0,)  # of what, the reader knows
         shape = tuple(tensor.shape) if shape is None else shape
         dtype = tensor.dtype if dtype is None else dtype
-        flat, done, size, kind = tensor.detach().reshape(-1), 0, dtype.itemsize, dtype_name(dtype)
-        total = len(flat)
+        flat, done, size, kind = tensor.detach(), 0, dtype.itemsize, dtype_name(dtype)
+        flat = flat if flat.dim() == 1 else flat.reshape(-1)
+        total = flat.numel()
         while done < total:
             if self._space is None:
                 self._space, self._used, self._parts = next(self._spaces), 0, []

@@ -20,11 +20,12 @@ Failed, from either side, ends the set for all.
 
 import hashlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GOODBYE = 5.0  # seconds that another rank's `close` waits for the first's
+_LISTEN = 2e-4  # seconds in which the first rank listens to the others once, while it fills buckets of its own
 Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -99,7 +101,7 @@ class ShardedWeightSender:
                 "WeightSender"
             )
         self._early: dict[int, bytes] = {}  # ranks that have begun the next set while the first was at one that failed
-        self.runs: dict[tuple, int | None] = {}  # where they begin, of each layout that has come: see own_piece
+        self.known: dict[str, Known] = {}  # of each name, as it came last
         self._first = found[0][1]
         self._peers = [m.Peer(pid, started, name) for _, _, pid, started, name, _ in found]
 
@@ -143,10 +145,37 @@ class ShardedWeightSender:
         self.close()
 
 
-class _Sorted:
-    """What a rank was given: its own pieces as they come, and the rest for later."""
+class Known(NamedTuple):
+    """How a DTensor lies, which is the same set by set: `begin` and `said` are found once.
 
-    def __init__(self, expected: Expected, first: bool, known: dict[tuple, int | None]):
+    begin  of this rank's run of the tensor's elements; see _begin
+    said   what the ranks compare
+    """
+
+    mesh: "DeviceMesh"
+    placements: tuple["Placement", ...]
+    shape: torch.Size
+    begin: int | None
+    said: bytes
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Known":
+        mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+        said = repr((name, tuple(shape), tuple(map(str, placements)))).encode()
+        return cls(mesh, placements, shape, _begin(mesh, placements, shape), said)
+
+    def still(self, tensor: Tensor) -> bool:
+        same = self.placements == tensor.placements and self.shape == tensor.shape
+        return same and self.mesh is tensor.device_mesh
+
+
+class _Sorted:
+    """What a rank was given: its own pieces as they come, and the rest for later.
+
+    known   by name: see Known
+    """
+
+    def __init__(self, expected: Expected, first: bool, known: dict[str, Known]):
         self._expected, self._first, self._known = expected, first, known
         self.later: list[tuple[str, Tensor, torch.dtype]] = []
         self._digest = hashlib.sha256()
@@ -159,14 +188,18 @@ class _Sorted:
             check_whole(name, tensor)
         dtype = self._expected.dtype(name, tensor)
         self._expected.note(name)
-        placed = tuple(map(str, tensor.placements)) if sharded else ()
-        self._digest.update(repr((name, tuple(tensor.shape), placed)).encode())
         if not sharded:
+            self._digest.update(repr((name, tuple(tensor.shape))).encode())
             if self._first:
                 fill(name, tensor, dtype)
-        elif (found := own_piece(tensor, self._known)) is None:
+            return
+        known = self._known.get(name)
+        if known is None or not known.still(tensor):
+            known = self._known[name] = Known.of(name, tensor)
+        self._digest.update(known.said)
+        if known.begin is None:
             self.later.append((name, tensor, dtype))
-        elif len(found.values):
+        elif (found := own_piece(tensor, known.begin)) is not None:
             fill(name, found, dtype)
 
     @property
@@ -174,24 +207,19 @@ class _Sorted:
         return self._digest.hexdigest()
 
 
-def own_piece(tensor: Tensor, known: dict[tuple, int | None]) -> Piece | None:
-    """What this rank holds of a DTensor and is the one to send, as a run of the whole tensor's elements; None where its
-    elements are not one run, or are yet to be summed.
-
-    known   where runs begin, as `_begin` has found it for tensors of one layout: most of a model's are of a few
-    """
-    key = tensor.device_mesh, tensor.placements, tensor.shape
-    if key not in known:
-        known[key] = _begin(*key)
-    if (begin := known[key]) is None:
+def own_piece(tensor: Tensor, begin: int) -> Piece | None:
+    """What this rank holds of a DTensor and is the one to send: a run of the whole tensor's elements, from `begin` on
+    (see _begin). None where that is nothing."""
+    if begin < 0:
         return None
     with torch.no_grad():  # else it would be one more view for autograd, each time
         local = tensor.to_local()
-    return Piece(0, local.new_empty(0)) if begin < 0 else Piece(begin, local.reshape(-1))
+    return Piece(begin, local.reshape(-1)) if local.numel() else None
 
 
 def _begin(mesh: "DeviceMesh", placements: Sequence["Placement"], shape: Sequence[int]) -> int | None:
-    """Of this rank's run, its first element's number; negative where another rank has the same to send."""
+    """Of the run of the whole tensor's elements that this rank holds, the first one's number; negative where another
+    rank has the same to send; None where what ranks hold are no runs, or yet to be summed."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -252,11 +280,14 @@ class _First:
             checksums=self._inner.checksum,
             memory=buffers.name,
         )
-        given = _Sorted(session.expected, True, self._sender.runs)
+        given = _Sorted(session.expected, True, self._sender.known)
         given.put(*head, filling.put)
+        listen = 0.0
         for name, tensor in pairs:
-            while self._hear():
-                pass
+            if (now := time.monotonic()) > listen:
+                while self._hear():
+                    pass
+                listen = now + _LISTEN
             given.put(name, tensor, filling.put)
         filling.finish()
         while len(self._ended) < len(self._at) or self._under_way:
@@ -414,7 +445,7 @@ class _Other:
         self._answer("that all ranks' buckets are open", m.Opened)
         freed, waits = lambda: self._answer("an acknowledgement", m.Ack).buffer, lambda: bool(self._socket.poll(0))
         filling = Filling(self._inner._buffers[begin.kind], self._say, freed, waits, checksums=self._inner.checksum)
-        given = _Sorted(Expected(begin.welcome.manifest), False, self._sender.runs)
+        given = _Sorted(Expected(begin.welcome.manifest), False, self._sender.known)
         given.put(*head, filling.put)
         for name, tensor in pairs:
             given.put(name, tensor, filling.put)

@@ -223,7 +223,8 @@ class Stage:
         try:
             with half_the_threads():
                 pairs = self._memories.values(bucket)
-                self._update.write(pair for pair in self._rows.of(pairs) if self._update.knows(pair[0]))
+                own = (pair for pair in self._rows.of(pairs) if self._update.knows(pair[0]))
+                self._update.write(own, foreign=True)
             reading = self._memories.fence()
         except _OF_WEIGHTS as error:
             self.send(self._refusal(key, error))
