@@ -266,6 +266,20 @@ def test_the_roof_counts_every_weight_once(family):
         assert size.layers == 2 and size.expert == 3 * 48 * 40 * 4
         assert size.touched(1) == pytest.approx(3) and 7.9 < size.touched(10) < 8
     assert size.step(2, 10, 0) == size.shared + 2 * size.row + 10 * size.per_token
+    every = 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1 and (tied or p is not table))
+    assert size.products + size.layers * size.experts * size.expert_products == every
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_the_roof_is_what_takes_longer_of_reading_weights_and_multiplying_by_them(family):
+    size = roof.sizes(build(family, torch.float32))
+    few, touched = 2, size.touched(1)
+    read = size.step(few, 10, touched) / 1e9
+    assert size.seconds(few, 10, 1e9, 1e12, touched) == (read, read)
+    weights = size.shared + size.layers * touched * size.expert
+    slow = few * (size.products + size.layers * size.top_k * size.expert_products) / 1e6  # at a million a second
+    found = size.seconds(few, 10, 1e9, 1e6, touched)
+    assert found == (read, pytest.approx(read + slow - weights / 1e9)) and found[1] > 10 * read
 
 
 def test_the_roof_of_a_window_ends_at_it():

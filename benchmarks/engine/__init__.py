@@ -185,7 +185,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     if args.replicas > 1:
         from .fleet import replicas
 
-    bandwidth = ceilings(args.device)[0]
+    limits = ceilings(args.device)
     on_gpu = args.device == "cuda"
     _free(on_gpu)
     if on_gpu:
@@ -225,7 +225,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
             engine.reset_prefix_cache()
             garbage.freeze()  # as in a process that is an engine's alone: a collection of all holds every thread
             runs.append(timing.measure(engine, workload, args.seed))
-            records.append(_record(about, engine, workload, runs[-1], bandwidth))
+            records.append(_record(about, engine, workload, runs[-1], limits))
             if args.profile is not None:
                 records[-1] |= _profiled(args, engine, workload, records[-1]["case"])
         if args.sleep:
@@ -242,7 +242,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
     }
     _free(on_gpu)
     for record, done in zip(records, runs):  # should what follows fail, the times are known all the same
-        steady = _over_roof(record, done, size, bandwidth, None)
+        steady = _over_roof(record, done, size, limits, None)
         print(f"measured, to be verified: {json.dumps(record | steady | about)}", file=sys.stderr, flush=True)
     if not whole and not args.no_verify:
         loaded = load(args, source, dtype)[0]  # by one process
@@ -252,7 +252,7 @@ def _model(args: argparse.Namespace, source: str, dtype: str) -> Iterator[dict]:
             proof = prove(loaded.model, done, args.config, size, batch=_steady_batch(record), seed=args.seed)
             touched = proof.touched
             record |= proof.figures()
-        record |= _over_roof(record, done, size, bandwidth, touched)
+        record |= _over_roof(record, done, size, limits, touched)
         yield {key: value for key, value in record.items() if key[0] != "_"} | about
     del loaded, runs, done
     _free(on_gpu)
@@ -328,7 +328,7 @@ def _sleeps(engine, done: timing.Run) -> list[dict]:
     return found
 
 
-def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run, bandwidth: float) -> dict:
+def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run, limits: tuple[float, float]) -> dict:
     count, stages = len(workload.jobs), about["pipeline_parallel_size"]
     apart = f", {stages} pipeline stages" if stages > 1 else ""
     apart += f", {about['tensor_parallel_size']} ranks" if "tensor_parallel_size" in about else ""
@@ -355,7 +355,8 @@ def _record(about: dict, engine, workload: workloads.Workload, done: timing.Run,
         "path": engine.path,
         "eager": engine.config.enforce_eager,
         "kv_pages": engine.config.num_pages,
-        "copy_gbps": round(bandwidth * 1e-9, 1),
+        "copy_gbps": round(limits[0] * 1e-9, 1),
+        "product_tflops": round(limits[1] * 1e-12, 2),
         "steps_by_size": None if alike else timing.by_size(done.decode_steps()),
         "_alike": alike,
     }
@@ -379,16 +380,19 @@ def _steady_batch(record: dict) -> int | None:
     return -(-record["batch"] // record["pipeline_parallel_size"]) if record["_alike"] else None
 
 
-def _over_roof(record: dict, done: timing.Run, size: roof.Sizes, bandwidth: float, touched: float | None) -> dict:
-    """The median decode step, and the time that bandwidth allows for what such steps read on the mean. In stages a step
-    is of as many plans as there are stages, each with its share of the sequences: a token for all of them. Ranks read
-    their shares at once."""
+def _over_roof(
+    record: dict, done: timing.Run, size: roof.Sizes, limits: tuple[float, float], touched: float | None
+) -> dict:
+    """The median decode step, and the time that bandwidth and arithmetic allow for what such steps do on the mean. In
+    stages a step is of as many plans as there are stages, each with its share of the sequences: a token for all of
+    them. Ranks have their shares at once."""
     stages, steady = record["pipeline_parallel_size"], done.decode_steps(_steady_batch(record))
     if not steady:
         return {"step_ms": None, "roof_ms": None}
     _, sequences, context = (sum(column) / len(steady) for column in zip(*steady))
     touched_by_chance = size.touched(round(sequences))
-    least = size.step(round(sequences), context, touched) / (bandwidth * record.get("tensor_parallel_size", 1)) * 1e3
+    bandwidth, rate = (record.get("tensor_parallel_size", 1) * limit for limit in limits)
+    by_bytes, least = (1e3 * s for s in size.seconds(round(sequences), context, bandwidth, rate, touched))
     times = [stages * seconds for seconds, _, _ in steady]
     step = timing.median_ms(times)
     found = {
@@ -397,6 +401,7 @@ def _over_roof(record: dict, done: timing.Run, size: roof.Sizes, bandwidth: floa
         "step_p90_ms": round(1e3 * quantile(times, 0.9), 4),
         "roof_ms": round(least, 4),
         "step_over_roof": round(step / least, 3),
+        "bytes_ms": round(by_bytes, 4),
         "decode_steps": len(steady),
         "decode_tokens_per_s": round(sum(s[1] for s in steady) / sum(s[0] for s in steady), 1),
         "mean_context": round(context / sequences, 1),
