@@ -1,16 +1,16 @@
 """Weights from a trainer's ranks, sharded by FSDP2, to engines of tensor-parallel ranks: how fast they arrive.
 
 python -m benchmarks handover_ranks --shape qwen3-8b --layouts 1:1x2,2:1x2 --by whole,shards
-python -m benchmarks handover_ranks --shape qwen3-8b --layouts 2:2x2,4:1x4 --held-in bfloat16,float32
+python -m benchmarks handover_ranks --shape qwen3-8b --layouts 2:2x2,4:4x1 --by shards --held-in bfloat16,float32
 python -m benchmarks handover_ranks --device cpu --shape qwen3-0.6b --layers 2 --layouts 2:2x2
 
 2:2x2 are two ranks of a trainer and two replicas of two ranks each, on four GPUs; the trainer's lie evenly among them.
 By `whole` tensors every rank takes part in making each of them whole, and the first of a replica's sends it there;
-`gathering` is that alone. By `shards` each rank sends what it holds, to one replica (ShardedWeightSender). Each
-engine's rank takes its rows of what comes. GB/s are of what arrives at a replica, at all of its ranks together, from
-the first tensor that is asked for to the engine's answer, of the replica that takes longest. Bits come first: after the
-first hand-over every log-probability of some prompts, at every replica, is compared with that of the trainer's own
-model, patched, in bf16.
+`gathering` is that alone. By `shards` each rank sends what it holds, to all replicas at once (ShardedWeightSender).
+Each engine's rank takes its rows of what comes. GB/s are of what arrives at a replica, at all of its ranks together,
+from the first tensor that is asked for to the engine's answer, of the replica that takes longest. Bits come first:
+after the first hand-over every log-probability of some prompts, at every replica, is compared with that of the
+trainer's own model, patched, in bf16.
 """
 
 import argparse
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> Iterator[dict]:
         raise ValueError(f"handover_ranks: --layouts: torch sees {seen} GPUs, expected {most} or more")
     for shape, layout in itertools.product(args.shape.split(","), args.layouts):
         for dtype, way in itertools.product(args.held_in.split(","), ways):
-            if way == "shards" and (layout.trainers == 1 or layout.replicas > 1):
-                say_once(f"handover_ranks: {layout}: shards go from several ranks to one replica, left out")
+            if way == "shards" and layout.trainers == 1:
+                say_once(f"handover_ranks: {layout}: one rank holds no shards, left out")
                 continue
             yield _measure(args, shape, layout, dtype, way)
 
@@ -285,7 +285,7 @@ def _trainer(rank: int, layout: Layout, store: str, pipes, what: dict) -> None:
             (about,) = given
             limits = {"bucket_bytes": about["bucket"], "timeout": LIMIT}
             if by_shards:
-                sender = ShardedWeightSender(about["addresses"][0], numerics=about["numerics"], **limits)
+                sender = ShardedWeightSender(about["addresses"], numerics=about["numerics"], **limits)
             elif (replica := layout.replica(rank)) is not None:
                 sender = WeightSender(about["addresses"][replica], numerics=about["numerics"], **limits)
             answer = expected, size

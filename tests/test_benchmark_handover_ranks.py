@@ -38,6 +38,17 @@ def test_two_ranks_to_two_by_shards(shape):
     assert record["differ"] == 0 and record["logprobs"] == 63 + 32 + 6 and record["gathering_ms"] is None
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(("layout", "to"), [(Layout(4, 4, 1), "4 x TP 1"), (Layout(2, 2, 2), "2 x TP 2")], ids=str)
+def test_shards_to_several_replicas(layout, to, shape):
+    args = bench.parse(["handover_ranks", "--device=cpu", "--repeats=1", "--bucket=1"])
+    record = handover_ranks._measure(args, shape, layout, "bfloat16", "shards")
+    case = f"{shape} of bfloat16 from {layout.trainers} ranks to {to}, by shards, in_place, 1 MiB"
+    assert record["case"] == case and record["differ"] == 0
+    assert record["logprobs"] == layout.replicas * (63 + 32 + 6) and record["gathering_ms"] is None
+    assert record["together"] == pytest.approx(layout.replicas * record["ours"], abs=0.02 * layout.replicas)
+
+
 def test_a_bit_that_differs_is_an_error():
     before, after = [[1.0, 2.0], [3.0]], [[4.0, 5.0], [6.0]]
     handover_ranks._compare(Layout(1, 1, 2), after, [before], [after])
@@ -60,8 +71,8 @@ def test_layouts():
     for wrong in ("2x2", "3:2x2", "0:1x1", "1:1x2,"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected"):
             handover_ranks.layouts(wrong)
-    args = bench.parse(["handover_ranks", "--device=cpu", "--layouts=1:1x2,2:2x2", "--by=shards"])
-    assert not list(handover_ranks.run(args))  # shards go from several ranks to one replica
+    args = bench.parse(["handover_ranks", "--device=cpu", "--layouts=1:1x2,1:1x1", "--by=shards"])
+    assert not list(handover_ranks.run(args))  # one rank holds none
     args = bench.parse(["handover_ranks", "--device=cpu", "--by=rows"])
     with pytest.raises(ValueError, match="--by: got 'rows'"):
         next(handover_ranks.run(args))

@@ -537,7 +537,7 @@ def test_a_sender_comes_again_after_another_process(sockets, monkeypatch):
 def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, monkeypatch, caplog):
     """As those on a GPU are; a receiver that nobody asks to listen is waited for until a limit."""
     monkeypatch.setattr("vexact_engine.handover.sender.CUDA", buffers.HOST)
-    monkeypatch.setattr("vexact_engine.handover.sender._GOODBYE", 0.5 if listens == "idle" else 120.0)
+    monkeypatch.setattr("vexact_engine.handover.sender.GOODBYE", 0.5 if listens == "idle" else 120.0)
     model, order, said = build("Qwen3"), [], threading.Event()
     post, close = WeightReceiver._post, buffers.Buckets.close
 
@@ -577,7 +577,7 @@ def test_buckets_are_given_back_once_the_receiver_has_let_go(listens, sockets, m
             out.close()
         assert order[:2] == (["freed"] if listens == "idle" else ["let go", "freed"])[:2]
         assert ("did not come within" in caplog.text) == (listens == "idle")
-        monkeypatch.setattr("vexact_engine.handover.sender._GOODBYE", 0.5)  # nobody listens any more
+        monkeypatch.setattr("vexact_engine.handover.sender.GOODBYE", 0.5)  # nobody listens any more
 
 
 def test_versions_of_running_requests(sockets):

@@ -282,7 +282,7 @@ def test_a_rank_that_begins_the_next_set_is_known_there_whatever_is_read_first(m
     """Its last words of this one come by another socket: of two that is read first which happens to be."""
     me = m.Peer.self("a rank")
     monkeypatch.setattr("vexact_engine.handover.shards.protocol.Wait.until_heard", lambda self, poller: None)
-    sender = types.SimpleNamespace(_early={}, _size=3, _peers=[me] * 3, _listener=None, _inner=None, timeout=1.0)
+    sender = types.SimpleNamespace(_early={}, _size=3, _peers=[me] * 3, _listener=None, _receivers=None, timeout=1.0)
     one = _First(sender, None)
     one._router = Said((b"a", m.Here(1)), (b"b", m.Here(2)), (b"z", m.Here(7)))
     one._await_ranks()

@@ -48,6 +48,8 @@ class Job:
     digested: bool = False
     replica: int = 0  # ranks that share a rollout of this folder, which takes what they have at the end: handing.py
     rollout: dict[str, Any] = field(default_factory=dict)  # that engine's configuration
+    group: int = 0  # ranks that send to their replicas together; none said: of each replica
+    node: int = 8  # GPUs of a node
 
     @property
     def ulysses(self) -> int:

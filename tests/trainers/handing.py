@@ -91,16 +91,18 @@ class Watched:
 
 
 def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
-    """Five updates of a rollout that `job.replica` ranks share, of which the first rank has the engine: the second with
-    a fault in what the others hold, the third with a server that is not to be had, the last to its successor. -> what
-    this rank saw of each, and on the first rank what the engine has then."""
+    """Seven updates of rollouts that `job.replica` ranks share each, of which the first rank has the engine. Of each
+    group of ranks: the second with a fault in what the last holds, the third with a server that is not to be had, of
+    the last replica, the fifth to successors of all, the sixth to one that refuses, of the last replica. -> what this
+    rank saw of each, and on a replica's first rank what the engine has then."""
     from verl.workers.config import RolloutConfig
 
     from vexact_engine import Engine, EngineConfig
     from vexact_engine.handover.receiver import WeightReceiver
     from vexact_engine.verl import adapter as module
 
-    leads, steps, there = rank % job.replica == 0, [], [True]
+    leads, steps, there, group = rank % job.replica == 0, [], [True], job.group or job.replica
+    last = rank % group == group - job.replica  # leads the group's last replica
     module.LARGEST_BUCKET = 4096  # so that a small model has many
     with contextlib.ExitStack() as stack:
         if leads:
@@ -123,15 +125,18 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
                 )
 
         os.environ["RANK"] = str(rank)
-        told = {"tensor_model_parallel_size": job.replica, "dtype": "bfloat16"}
+        told = {"tensor_model_parallel_size": job.replica, "dtype": "bfloat16", "n_gpus_per_node": job.node}
         adapter = Adapter(RolloutConfig(name="vexact", **told), model_config, None)
         seen, before = [], None
-        for step in range(1, 6):
-            there[0], error = step != 3, ""
+        for step in range(1, 8):
+            there[0], error = step != 3 or not last, ""
             if step == 5 and leads:  # the server has a successor
                 receiver.close()
                 receiver = stack.enter_context(WeightReceiver(engine))
-            given = Watched(trainer, faulty=step == 2 and not leads)
+                refuses = receiver._refusal
+            if step >= 6 and last:
+                receiver._refusal = (lambda hello: "weights: refused: so") if step == 6 else refuses
+            given = Watched(trainer, faulty=step == 2 and rank % group == group - 1)
             with _gathers() as gathers:
                 try:
                     asyncio.run(adapter.update_weights(given.weights, global_steps=step))

@@ -93,11 +93,10 @@ def test_one_other_bit_is_noticed(case, trained):
 
 @pytest.mark.parametrize("case", IN_CI[:2], ids=str)
 def test_what_a_rank_has_handed_over(case, trained):
-    """What it holds, to a rollout of all ranks; whole tensors to one of its own."""
+    """What it holds, to a rollout of all ranks as to one of each."""
     ran = trained(case)
     updates = [line for path in ran.folder.glob("updates.*.jsonl") for line in lines(path)]
-    sender = "ShardedWeightSender" if case is TOGETHER else "WeightSender"
-    expected = [{"rank": rank, "sender": sender} for rank in range(2) for _ in range(case.steps + 1)]
+    expected = [{"rank": rank, "sender": "ShardedWeightSender"} for rank in range(2) for _ in range(case.steps + 1)]
     assert sorted(updates, key=str) == sorted(expected, key=str)
 
 

@@ -1,5 +1,6 @@
 """verl's own engines of several ranks under the vendor name vexact, and a rollout of as many: each rank sends what it
-holds, and the rollout has the bits of the tensors that verl makes whole. A rollout of fewer ranks gets those."""
+holds, and the rollout has the bits of the tensors that verl makes whole. So have several rollouts of one node's ranks.
+Where ranks of one node do not hold all together, rollouts get whole tensors."""
 
 from dataclasses import replace
 
@@ -26,9 +27,26 @@ SHARDED = {  # of two ranks, and a rollout of two
     "kept-unsharded": ("qwen3", {"engine": {"reshard_after_forward": False}}),
     **{f"{family}-veomni": (family, VEOMNI) for family in ("qwen3-tied", "qwen3_moe", "deepseek_v3")},
 }
+SHARDED["one-each"] = "qwen3", {"replica": 1, "group": 2}
 EXPERTS = {**VEOMNI, "engine": {"mixed_precision": True, "expert_parallel_size": 2}}
-WHOLE = {"one-each": ("qwen3", {"replica": 1}), "experts-apart": ("qwen3_moe", EXPERTS)}
-KEPT = [False, True, True, True, False]  # another sender for another server
+WHOLE = {
+    "experts-apart": ("qwen3_moe", EXPERTS),
+    "experts-apart-one-each": ("qwen3_moe", {**EXPERTS, "replica": 1}),
+    "all-on-each": ("qwen3", {"replica": 1, "engine": {"fsdp_size": 1}}),
+    "a-node-each": ("qwen3", {"replica": 1, "node": 1}),
+}
+COPIES = {"engine": {"fsdp_size": 2}}
+SHARDED_OF_FOUR = {
+    "two-each": ("qwen3_moe", {"group": 4, **RANKS}),
+    "one-each": ("qwen3", {"replica": 1, "group": 4}),
+    "one-each-veomni": ("qwen3_moe", {"replica": 1, "group": 4, **VEOMNI}),
+    "copies": ("qwen3_moe", {**COPIES, "replica": 4}),
+    "a-copy-each": ("deepseek_v3", COPIES),
+    "a-copy-for-two": ("qwen3", {**COPIES, "replica": 1, "group": 2}),
+    "a-copy-on-each-node": ("qwen3", {**COPIES, "replica": 1, "group": 2, "node": 2}),
+}
+WHOLE_OF_FOUR = {"nodes": ("qwen3", {"node": 2})}
+KEPT = [False, True, True, True, False, True, True]  # another sender for another server
 ANOTHER = {"engine": {"mixed_precision": {"param_dtype": "fp32"}}}
 
 
@@ -52,12 +70,7 @@ def two(folders, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(folders, tmp_path_factory):
-    copies = {"engine": {"fsdp_size": 2}}
-    jobs = [
-        job("two-each", folders),
-        job("copies", folders, "qwen3_moe", copies, replica=4),
-        job("a-copy-each", folders, "deepseek_v3", copies),
-    ]
+    jobs = [job(name, folders, *given) for name, given in (SHARDED_OF_FOUR | WHOLE_OF_FOUR).items()]
     return run(jobs, tmp_path_factory.mktemp("four") / "run", 4)
 
 
@@ -89,65 +102,77 @@ def of(seen, name):
     return [update[name] for update in seen]
 
 
-def check_shards(found, path, rows):
-    leader, *others = found.handed
-    check(found, leader, path, rows)
-    assert leader["steps"] == [(1, 1), (4, 2), (5, 3)]
-    for rank in found.handed:
-        seen = rank["seen"]
-        assert of(seen, "taken") == of(seen, "gathers") == [0] * 5, "a collective that is not needed"
-        assert of(seen, "sender") == ["ShardedWeightSender"] * 5 and of(seen, "kept") == KEPT
-        errors = of(seen, "error")
-        assert errors[0] == errors[3] == errors[4] == "" and "no more memory" in errors[1]
-    errors = of(leader["seen"], "error")
-    assert errors[1].startswith("HandoverFailed: rank ") and errors[2] == "RuntimeError: no server"
-    assert "RuntimeError: no more memory" in [of(rank["seen"], "error")[1] for rank in others]
-    told = "HandoverFailed: weights: rank 0 of the replica: RuntimeError: no server"
-    assert {of(rank["seen"], "error")[2] for rank in others} == {told}
+def check_shards(found, path, wanted):
+    """Of all groups of ranks that send together."""
+    size = wanted.group or wanted.replica
+    for first in range(0, len(found.handed), size):
+        check_group(replace(found, handed=found.handed[first : first + size]), first, path, wanted)
+
+
+def check_group(found, first, path, wanted):
+    replicas = len(found.handed) // wanted.replica
+    for leader in found.handed[:: wanted.replica]:
+        check(found, leader, path, wanted.rows)
+        assert leader["steps"] == [(1, 1), (4, 2), (5, 3), (7, 4)]
+    seen = [rank["seen"] for rank in found.handed]
+    for each in seen:
+        assert of(each, "taken") == of(each, "gathers") == [0] * 7, "a collective that is not needed"
+        assert of(each, "sender") == ["ShardedWeightSender"] * 7 and of(each, "kept") == KEPT
+    errors = [list(step) for step in zip(*(of(each, "error") for each in seen))]
+    assert [any(step) for step in errors] == [False, True, True, False, False, True, False]
+    faulty, last = len(seen) - 1, (replicas - 1) * wanted.replica
+    assert errors[1].pop(faulty) == "RuntimeError: no more memory"
+    assert errors[1].pop(0) == f"HandoverFailed: rank {faulty}: no more memory"
+    assert errors[1] == [f"HandoverFailed: rank 0: rank {faulty}: no more memory"] * len(errors[1])
+    assert errors[2].pop(last) == "RuntimeError: no server"
+    told = f"HandoverFailed: weights: rank {first + last} of the trainer: RuntimeError: no server"
+    assert errors[2] == [told] * len(errors[2])
+    refused = f"HandoverFailed: weights: receiver {replicas} of {replicas}" if replicas > 1 else "HandoverFailed: "
+    said = errors[5].pop(0)
+    assert said.startswith(refused) and said.endswith("refused: so")
+    assert set(errors[5]) == {f"HandoverFailed: rank 0: {said.removeprefix('HandoverFailed: ')}"}
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_each_rank_sends_what_it_holds(name, two, folders):
     family, _ = SHARDED[name]
-    check_shards(two[name], folders[family], job(name, folders).rows)
+    check_shards(two[name], folders[family], job(name, folders, *SHARDED[name]))
 
 
-def test_copies_of_a_model_that_is_cut(four, folders):
-    check_shards(four["copies"], folders["qwen3_moe"], job("", folders).rows)
+@pytest.mark.parametrize("name", SHARDED_OF_FOUR)
+def test_each_of_four_ranks_sends_what_it_holds(name, four, folders):
+    family, _ = SHARDED_OF_FOUR[name]
+    check_shards(four[name], folders[family], job(name, folders, *SHARDED_OF_FOUR[name]))
 
 
-def test_a_replica_of_the_ranks_of_a_copy(four, folders):
-    found, rows = four["a-copy-each"], job("", folders).rows
-    for first in 0, 2:
-        ranks = replace(found, handed=found.handed[first : first + 2])
-        check_shards(ranks, folders["deepseek_v3"], rows)
-
-
-def check_whole(found, size, path, rows):
+def check_whole(found, path, wanted):
     for number, rank in enumerate(found.handed):
-        seen, leads = rank["seen"], number % size == 0
+        seen, leads = rank["seen"], number % wanted.replica == 0
         assert len(set(of(seen, "taken"))) == 1 and seen[0]["taken"] > 20, "every rank takes every item"
         assert len(set(of(seen, "gathers"))) == 1 and seen[0]["gathers"] > 20
-        assert of(seen, "sender") == ["WeightSender" if leads else "NoneType"] * 5
-        assert of(seen, "error") == ["", "", "RuntimeError: no server" if leads else "", "", ""]
+        assert of(seen, "sender") == ["WeightSender" if leads else "NoneType"] * 7
+        refused = "HandoverFailed: weights: refused: so" if leads else ""
+        assert of(seen, "error") == ["", "", "RuntimeError: no server" if leads else "", "", "", refused, ""]
         if leads:
             assert of(seen, "kept") == KEPT
-            assert rank["steps"] == [(1, 1), (2, 2), (4, 3), (5, 4)]
-            check(found, rank, path, rows)
+            assert rank["steps"] == [(1, 1), (2, 2), (4, 3), (5, 4), (7, 5)]
+            check(found, rank, path, wanted.rows)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_tensors_where_ranks_do_not_hold_them_together(name, two, folders):
-    family, changes = WHOLE[name]
-    check_whole(two[name], changes.get("replica", 2), folders[family], job(name, folders).rows)
+    family, _ = WHOLE[name]
+    check_whole(two[name], folders[family], job(name, folders, *WHOLE[name]))
 
 
-def test_replicas_of_some_of_the_ranks_get_whole_tensors(four, folders):
-    check_whole(four["two-each"], 2, folders["qwen3"], job("", folders).rows)
+@pytest.mark.parametrize("name", WHOLE_OF_FOUR)
+def test_whole_tensors_where_ranks_that_hold_them_are_on_several_nodes(name, four, folders):
+    family, _ = WHOLE_OF_FOUR[name]
+    check_whole(four[name], folders[family], job(name, folders, *WHOLE_OF_FOUR[name]))
 
 
 def test_another_dtype_is_refused_on_every_rank(two):
     said = "ValueError: vexact: actor.fsdp_config.mixed_precision.param_dtype: the trainer computes in float32, but "
     for rank in two["another-dtype"].handed:
-        assert of(rank["seen"], "taken") == [0] * 5 and of(rank["seen"], "sender") == ["NoneType"] * 5
+        assert of(rank["seen"], "taken") == [0] * 7 and of(rank["seen"], "sender") == ["NoneType"] * 7
         assert all(error.startswith(said) for error in of(rank["seen"], "error"))

@@ -75,6 +75,10 @@ class EngineIntake:
         """What no memory of another process brings."""
         self._update.write(pairs)
 
+    def check(self) -> None:
+        """ValueError unless all has come."""
+        self._update.check()
+
     def finish(self) -> int:
         version = self._update.finish()
         self._update = None

@@ -7,7 +7,9 @@
                                  <- Opened, or Unopened (why): the next kind of memory is offered
     Bucket (what lies in it)     ->      four under way
                                  <- Ack (may be filled again)
-    Finish                       ->      once all are acknowledged
+    Check                        ->      once all are acknowledged, of a sender to several
+                                 <- Whole, or Failed: something is missing
+    Finish                       ->      likewise
                                  <- Done (weight_version), or Failed (why, and what the engine has now)
 
 Either may end it with Cancel or Failed. Bye and Gone are the end of a sender. All is msgpack: nothing that is received
@@ -33,7 +35,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"weights: not installed: {error.name}. Run: {pip_line('handover')}") from error
 
-VERSION = 7
+VERSION = 8
 LARGEST_VERSION = 2**53 - 1  # of weights: see session.check_version
 
 # What is read is checked against these; nothing else comes out of `decode`.
@@ -137,6 +139,14 @@ class Ack(msgspec.Struct, tag=True):
     buffer: int
 
 
+class Check(msgspec.Struct, tag=True):
+    """All has been sent. It is not to be taken before Finish."""
+
+
+class Whole(msgspec.Struct, tag=True):
+    """All has come."""
+
+
 class Finish(msgspec.Struct, tag=True):
     pass
 
@@ -193,7 +203,8 @@ class Rest(msgspec.Struct, tag=True):
 
 
 Offers = Offer | Opened | Unopened
-Message = Hello | Welcome | Refused | Offers | Bucket | Ack | Finish | Done | Cancel | Failed | Bye | Gone
+Ends = Check | Whole | Finish | Done | Cancel | Failed | Bye | Gone
+Message = Hello | Welcome | Refused | Offers | Bucket | Ack | Ends
 OfRanks = Here | Begin | Offers | Bucket | Ack | Ended | Rest | Done | Failed
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 _of_ranks = msgspec.msgpack.Decoder(OfRanks)

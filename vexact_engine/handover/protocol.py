@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from ..errors import HandoverFailed, PeerLost
 from ..extras import pip_line
@@ -30,18 +31,28 @@ _BEHIND = 1000  # messages of others that are heard once a peer's time is over
 _LONGEST_MESSAGE = 64 << 20  # bytes: of a hundred thousand tensors
 
 
+class Peers(Protocol):
+    """Several, of which each has to say something: messages.Peer's for them all."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def alive(self) -> bool: ...
+
+
 class Wait:
     """For one thing that a peer has to say, whoever else talks meanwhile.
 
-    peer      None: not known yet
+    peer      None: not known yet; several count as one, that is dead where one of them is
     ended     why the receiver that waits is to end; "" where it is not
     """
 
-    def __init__(self, peer: Peer | None, seconds: float, what: str, ended: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, peer: "Peer | Peers | None", seconds: float, what: str, ended: Callable[[], str] = lambda: ""
+    ) -> None:
         self.peer, self.seconds, self.what, self._ended = peer, seconds, what, ended
         self._end = time.monotonic() + seconds
         self._look, self._dead, self._late = 0.0, False, 0
-        self._name = "the peer" if peer is None else peer.name
 
     def until_heard(self, poller: zmq.Poller) -> None:
         """Until something has come. PeerLost where the peer is dead, or nothing comes for so long; HandoverFailed where
@@ -70,6 +81,10 @@ class Wait:
     def _check_open(self) -> None:
         if why := self._ended():
             raise HandoverFailed(why)
+
+    @property
+    def _name(self) -> str:
+        return "the peer" if self.peer is None else self.peer.name
 
     def _lost(self) -> None:
         raise PeerLost(f"weights: {self._name} has died while {self.what} was waited for")

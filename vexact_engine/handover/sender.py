@@ -1,7 +1,9 @@
 """The trainer's end of a hand-over of weights: to an engine in another process of this host."""
 
+import functools
 import logging
-from collections.abc import AsyncIterable, Iterable, Mapping
+import time
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from .session import check_version
 log = logging.getLogger(__name__)
 
 _HALVES = 4  # of two buckets: while one is filled and one read, messages of the others are on their way
-_GOODBYE = 5.0  # seconds that `close` waits for a receiver that does not listen
+GOODBYE = 5.0  # seconds that `close` waits for a receiver that does not listen
 CACHED = 8 << 20  # bytes of a bucket from CPU to CPU: what was written is read while the cache has it
 
 
@@ -89,6 +91,7 @@ class WeightSender:
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         session = Session(self, version)
         try:
+            session.begin()
             for name, tensor in pairs:
                 session.put(name, tensor)
             return session.finish()
@@ -107,6 +110,7 @@ class WeightSender:
             return self.send(named_tensors, version=version)
         session = Session(self, version)
         try:
+            session.begin()
             async for name, tensor in named_tensors:
                 session.put(name, tensor)
             return session.finish()
@@ -118,14 +122,11 @@ class WeightSender:
         """Gives back the buckets, a GPU's once the receiver has let go of them, which it does while it receives and at
         its own end, or 5 seconds later. Again does nothing."""
         if self._buffers:
-            self._connect(drain=False)
-            self._post(m.Bye(m.Peer.self("the trainer")))
+            self._say_bye()
             if CUDA in self._buffers:
                 self._await_gone()
         self._drop_socket(linger=1000)
-        for buffers in self._buffers.values():
-            buffers.close()
-        self._buffers.clear()
+        self._free()
 
     def __enter__(self) -> "WeightSender":
         return self
@@ -165,9 +166,14 @@ class WeightSender:
             raise HandoverFailed(f"weights: the receiver answered {type(message).__name__}, where {what} was due")
         return message
 
-    def _await_gone(self) -> None:
+    def _say_bye(self) -> None:
+        self._connect(drain=False)
+        self._post(m.Bye(m.Peer.self("the trainer")))
+
+    def _await_gone(self, until: float | None = None) -> None:
         peer, gone = self._receiver, False
-        wait = protocol.Wait(peer, _GOODBYE, "that it lets go of the buckets")
+        seconds = GOODBYE if until is None else until - time.monotonic()
+        wait = protocol.Wait(peer, seconds, "that it lets go of the buckets")
         try:
             while not gone:
                 wait.until_heard(self._poller)
@@ -178,9 +184,24 @@ class WeightSender:
 
     # Memory
 
-    def _open(self, device: torch.device, welcome: m.Welcome) -> Buckets:
+    def _free(self) -> None:
+        for buffers in self._buffers.values():
+            buffers.close()
+        self._buffers.clear()
+
+    def _open(
+        self,
+        device: torch.device,
+        welcome: m.Welcome,
+        ask: Callable[[m.Offer], str | None] | None = None,
+        keep: bool = False,
+    ) -> Buckets:
         """Buckets that the receiver has opened: those of before, or others. On different GPUs, whichever of the two
-        both processes see."""
+        both processes see.
+
+        ask    in the place of `ask_to_open`, of several receivers
+        keep   those that one could not open are not given back before `close`: others may have opened them
+        """
         both = device.type == "cuda" and welcome.device == "cuda"
         if self.transport == "cuda_ipc" and not both:
             raise HandoverFailed(
@@ -194,7 +215,7 @@ class WeightSender:
         for kind, where in kinds:
             if (kind, str(where)) in self._refused:
                 continue
-            reason = self._try(kind, where)
+            reason = self._try(kind, where, self.ask_to_open if ask is None else ask, keep)
             if reason is None:
                 return self._buffers[kind]
             self._refused.add((kind, str(where)))
@@ -214,7 +235,13 @@ class WeightSender:
         self._buffers[kind] = held
         return held.offer()
 
-    def _try(self, kind: str, device: torch.device) -> str | None:
+    def ask_to_open(self, offer: m.Offer) -> str | None:
+        """None once the receiver has opened it, or why it cannot."""
+        self._post(offer)
+        answer = self._answer("an answer to the offer of memory", m.Opened, m.Unopened)
+        return answer.reason if isinstance(answer, m.Unopened) else None
+
+    def _try(self, kind: str, device: torch.device, ask: Callable[[m.Offer], str | None], keep: bool) -> str | None:
         """None, or why not."""
         try:
             offer = self.offered(kind, device)
@@ -222,36 +249,42 @@ class WeightSender:
             if kind == HOST:
                 raise
             return str(error)
-        self._post(offer)
-        answer = self._answer("an answer to the offer of memory", m.Opened, m.Unopened)
-        if isinstance(answer, m.Opened):
-            return None
-        self._buffers.pop(kind).close()
-        return answer.reason
+        reason = ask(offer)
+        if reason is not None and not keep:
+            self._buffers.pop(kind).close()
+        return reason
 
 
 class Session:
-    """One set of weights."""
+    """One set of weights, to one receiver."""
 
     def __init__(self, sender: WeightSender, version: int | None):
         check_version("WeightSender", version)
         self.sender, self.version = sender, version
         self.ended = self.finished = False
         self.welcome: m.Welcome | None = None
-        before, sender._receiver = sender._receiver, None
+        self.filling: Filling | None = None
+
+    def begin(self) -> None:
+        self.say_hello()
+        self.hear_welcome()
+
+    def say_hello(self) -> None:
+        sender = self.sender
+        self._before, sender._receiver = sender._receiver, None
         sender._connect()
-        try:
-            sender._post(m.Hello(m.VERSION, m.Peer.self("the trainer"), sender.numerics, version))
-            welcome = self._answer_in_doubt("a welcome", m.Welcome)
-        except BaseException as error:
-            self.cancel(error)
-            raise
+        sender._post(m.Hello(m.VERSION, m.Peer.self("the trainer"), sender.numerics, self.version))
+
+    def hear_welcome(self) -> None:
+        sender, welcome = self.sender, self._answer_in_doubt("a welcome", m.Welcome)
         sender._doubt = ""
-        if welcome.peer != before:
+        if welcome.peer != self._before:
             sender._refused.clear()
         sender._receiver, self.welcome = welcome.peer, welcome
-        self.expected = Expected(welcome.manifest)
-        self.filling: Filling | None = None
+
+    @functools.cached_property
+    def expected(self) -> Expected:
+        return Expected(self.welcome.manifest)
 
     def put(self, name: str, tensor: Tensor) -> None:
         if self.expected.passes(name):
@@ -273,9 +306,10 @@ class Session:
         if self.filling is not None:  # no Finish follows a bucket that may be read yet
             self.filling.finish()
             self.filling.settle()
-        return self.finish_all()
+        self.say_finish()
+        return self.hear_done()
 
-    def finish_all(self) -> int:
+    def say_finish(self) -> None:
         """All has been read."""
         self.sender._post(m.Finish())
         self.finished, had = True, self.welcome.weight_version
@@ -284,6 +318,8 @@ class Session:
             "In doubt: all weights had been sent, and the engine may have taken them, or take them yet (its "
             f"weight_version is {tells}). Sending them again is harmless"
         )
+
+    def hear_done(self) -> int:
         done = self._answer_in_doubt("the new version", m.Done)
         self.sender._doubt, self.ended = "", True
         return done.weight_version

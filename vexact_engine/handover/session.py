@@ -156,6 +156,11 @@ class WeightUpdate:
         call = self._loop.call_here if self._worker.takes_in_caller else self._loop.call
         return call(lambda: self._take(take), self._may_write)
 
+    def check(self) -> None:
+        """ValueError where something is missing yet."""
+        self._check()
+        self._loop.call(self._update.check)
+
     def finish(self) -> int:
         """All has come. Returns the new weight_version. ValueError where something is missing."""
         self._check()

@@ -1,8 +1,8 @@
 """The trainer's end of a hand-over where its weights are sharded: each rank sends what it holds.
 
-Every rank fills buckets of its own; the first of them talks to the receiver, and passes on what the others tell it:
+Every rank fills buckets of its own; the first of them talks to the receivers, and passes on what the others tell it:
 
-    another rank                    the first                       receiver
+    another rank                    the first                       each receiver
     Here ->                             Hello ->
                                                                  <- Welcome
                                  <- Begin
@@ -10,9 +10,12 @@ Every rank fills buckets of its own; the first of them talks to the receiver, an
                                                                  <- Opened
                                  <- Opened, once all are
     Bucket ->                           Bucket, of each rank ->
-                                 <- Ack                          <- Ack
+                                 <- Ack, once all have given it  <- Ack
     Ended ->
                                  <- Rest, where some are to be made whole
+                                    Check, of several ->
+                                                                 <- Whole
+                                    Finish, once all are ->
                                  <- Done                         <- Done
 
 Failed, from either side, ends the set for all.
@@ -36,9 +39,10 @@ from ..weights.update import Piece
 from . import messages as m
 from . import protocol
 from .buffers import HOST, Buckets
+from .fanout import Fanout
 from .filling import Expected, Filling
 from .packing import check_whole
-from .sender import Session, WeightSender
+from .sender import WeightSender
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,22 +57,27 @@ Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 class ShardedWeightSender:
     """Sends all weights of a model whose ranks hold them in shards (FSDP2's DTensors), again and again, to the
-    WeightReceiver at `address`. Made, used and closed by all ranks of a group together. A context manager.
+    WeightReceiver at an address, or to several at once. Made, used and closed by all ranks of a group together. A
+    context manager.
 
-    address   the receiver's; of the group's first rank, what others give is not read
-    group     of torch.distributed: ranks of this host that hold every tensor together. None: all
-    others    as WeightSender has them; buckets are each rank's
-    raises    ValueError where the ranks are not on one host; what WeightSender raises; OSError where the first rank
-              cannot listen to the others, which is HandoverFailed on these
+    addresses   the receiver's, or those of several, each once; of the group's first rank, what others give is not read
+    group       of torch.distributed: ranks of this host that hold every tensor together. None: all
+    others      as WeightSender has them; buckets are each rank's
+    raises      ValueError where the ranks are not on one host, or there are no addresses or one twice; what
+                WeightSender raises; OSError where the first rank cannot listen to the others. What is the first rank's
+                is HandoverFailed on the others
 
     What a rank holds of a tensor that is cut by rows (Shard(0), replicated by groups or not) goes from where it lies
     into the engine's memory, and to those of its ranks alone that hold such rows. Tensors that are cut otherwise are
     made whole by all ranks, one by one, at the end of the set. Plain tensors are the first rank's.
+
+    Several receivers are engines that take the same tensors, such as replicas of one model. A bucket is filled once,
+    and all of them read it.
     """
 
     def __init__(
         self,
-        address: str | None,
+        addresses: str | Sequence[str] | None,
         *,
         numerics: Mapping[str, object],
         group: dist.ProcessGroup | None = None,
@@ -79,17 +88,22 @@ class ShardedWeightSender:
     ) -> None:
         options = {"bucket_bytes": bucket_bytes, "transport": transport, "checksum": checksum, "timeout": timeout}
         self.rank, self._size, self.timeout = dist.get_rank(group), dist.get_world_size(group), timeout
-        self._inner = WeightSender(address or "", numerics=numerics, **options)
-        self.address, self.numerics = self._inner.address, self._inner.numerics
+        self._inner = WeightSender("", numerics=numerics, **options)
+        self.numerics = self._inner.numerics
+        self._receivers: Fanout | None = None  # the first rank's
         self._listener, failed = None, None
         try:
+            if self.rank == 0:
+                self._receivers = Fanout(_addresses(addresses), numerics=numerics, **options)
+                self._inner = self._receivers.ends[0]
             self._listener = protocol.Listener() if self.rank == 0 and self._size > 1 else None
         except Exception as error:  # the others wait to hear of it
             failed = error
+        given = () if self._receivers is None else tuple(end.address for end in self._receivers.ends)
         at, why = "" if self._listener is None else self._listener.address, "" if failed is None else str(failed)
         me = m.Peer.self(f"rank {self.rank} of the trainer")
         found: list = [None] * self._size
-        dist.all_gather_object(found, (_host(), at, me.pid, me.started, me.name, why), group=group)
+        dist.all_gather_object(found, (_host(), at, me.pid, me.started, me.name, given, why), group=group)
         if why := found[0][-1]:
             raise failed or HandoverFailed(f"rank 0: {why}")
         hosts = {host for host, *_ in found}
@@ -102,8 +116,8 @@ class ShardedWeightSender:
             )
         self._early: dict[int, bytes] = {}  # ranks that have begun the next set while the first was at one that failed
         self.known: dict[str, Known] = {}  # of each name, as it came last
-        self._first = found[0][1]
-        self._peers = [m.Peer(pid, started, name) for _, _, pid, started, name, _ in found]
+        self._first, self.addresses = found[0][1], found[0][-2]  # on all ranks the same
+        self._peers = [m.Peer(pid, started, name) for _, _, pid, started, name, *_ in found]
 
     def send(self, named_tensors: Pairs, *, version: int | None = None) -> int:
         """Every parameter once, under its Hugging Face name; by all ranks, the same names in the same order.
@@ -113,6 +127,13 @@ class ShardedWeightSender:
         version   as WeightSender.send has it
         returns   the engine's new weight_version, once it computes with them: on every rank
         raises    as WeightSender.send, on every rank: what one of them has found is HandoverFailed on the others
+
+        Of several receivers one that refuses, has another fingerprint or other tensors, fails, dies or stalls ends the
+        set for all, and the error names it; each of the others has then what it has when a sender breaks off: in place
+        its engine has no weights, staged it goes on with those from before. None computes with the new ones before all
+        have said that they have all of them. What cannot be ruled out is that one dies, stalls or fails after that,
+        while it puts them in place: then the error says which have taken the set. The same set sent to all again, with
+        its `version`, heals that. Where they had different versions the highest is returned.
         """
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         return _First(self, version).send(pairs) if self.rank == 0 else _Other(self).send(pairs)
@@ -120,17 +141,15 @@ class ShardedWeightSender:
     def close(self) -> None:
         """Gives back the buckets: see WeightSender.close. Other ranks' once the first has closed, or 5 seconds later.
         Again does nothing."""
-        if self.rank == 0:
-            self._inner.close()
+        if self._receivers is not None:
+            self._receivers.close()
         elif self._inner._buffers:
             first, socket = self._peers[0], Path(self._first.removeprefix("ipc://"))
             try:
                 protocol.until(lambda: not (socket.exists() and first.alive), _GOODBYE, f"{first.name}: that it closes")
             except PeerLost as error:
                 log.warning("%s: this rank's buckets are freed before", error)
-            for buffers in self._inner._buffers.values():
-                buffers.close()
-            self._inner._buffers.clear()
+            self._inner._free()
         self._end()
 
     def _end(self) -> None:
@@ -239,11 +258,11 @@ class _First:
     """One set, as the first rank has it."""
 
     def __init__(self, sender: ShardedWeightSender, version: int | None):
-        self._sender, self._inner, self._version = sender, sender._inner, version
+        self._sender, self._receivers, self._version = sender, sender._receivers, version
         self._at: dict[int, bytes] = {}  # another rank -> where it hears
         self._ranks: dict[bytes, int] = {}
         self._memory: dict[int, str] = {}
-        self._under_way: deque[tuple[int, int]] = deque()  # whose, which: as the receiver gives them back
+        self._under_way: deque[tuple[int, int]] = deque()  # whose, which: as receivers give them back
         self._free: deque[int] = deque()  # own ones that it has
         self._ended: dict[int, str] = {}
         self._router = sender._listener.socket if sender._listener is not None else None
@@ -252,35 +271,34 @@ class _First:
             self._poller.register(self._router, protocol.zmq.POLLIN)
 
     def send(self, pairs: Iterable[tuple[str, Tensor]]) -> int:
-        session: Session | None = None
         try:
             self._await_ranks()
-            self._session = session = Session(self._inner, self._version)
-            self._poller.register(self._inner._socket, protocol.zmq.POLLIN)
-            done = self._send(pairs, session)
+            welcome = self._receivers.begin(self._version)
+            for socket in self._receivers.sockets:
+                self._poller.register(socket, protocol.zmq.POLLIN)
+            done = self._send(pairs, welcome)
         except BaseException as error:
-            if session is not None:
-                session.cancel(error)
+            self._receivers.cancel(error)
             self._tell(m.Failed(f"rank 0: {error}" if isinstance(error, Exception) else "rank 0 was interrupted"))
             raise
         self._tell(m.Done(done))
         return done
 
-    def _send(self, pairs: Iterable[tuple[str, Tensor]], session: Session) -> int:
+    def _send(self, pairs: Iterable[tuple[str, Tensor]], welcome: m.Welcome) -> int:
         pairs = iter(pairs)
         head = next(pairs, None)
         if head is None:
             raise ValueError("weights: no tensors were given")
-        buffers = self._open_all(head[1].device, session.welcome)
+        buffers = self._open_all(head[1].device, welcome)
         filling = self._filling = Filling(
             buffers,
             lambda bucket: self._post(bucket, 0),
             self._freed,
             lambda: bool(self._free or self._poller.poll(0)),
-            checksums=self._inner.checksum,
+            checksums=self._sender._inner.checksum,
             memory=buffers.name,
         )
-        given = _Sorted(session.expected, True, self._sender.known)
+        given = _Sorted(Expected(welcome.manifest), True, self._sender.known)
         given.put(*head, filling.put)
         listen = 0.0
         for name, tensor in pairs:
@@ -305,7 +323,7 @@ class _First:
         filling.finish()
         while self._under_way:
             self._await("an acknowledgement")
-        return session.finish_all()
+        return self._receivers.finish()
 
     # The other ranks
 
@@ -340,7 +358,7 @@ class _First:
 
     def _open_all(self, device: torch.device, welcome: m.Welcome) -> Buckets:
         """This rank's buckets, once the receiver has opened every rank's, all of one kind."""
-        buffers = self._inner._open(device, welcome)
+        buffers = self._receivers.open(device, welcome)
         self._tell(m.Begin(welcome, buffers.kind))
         for _ in self._at:
             self._open()
@@ -360,17 +378,16 @@ class _First:
             raise HandoverFailed(message.reason)
         if not isinstance(message, m.Offer):
             raise HandoverFailed(f"weights: rank {rank} said {type(message).__name__}, where an offer was due")
-        self._inner._post(message)
-        answer = self._inner._answer("an answer to the offer of memory", m.Opened, m.Unopened)
-        if isinstance(answer, m.Unopened):
+        reason = self._receivers.ask_to_open(message)
+        if reason is not None:
             other = "" if message.kind == HOST else '. transport="shared_memory" needs no such right'
-            raise HandoverFailed(f"rank {rank}: {answer.reason}{other}")
+            raise HandoverFailed(f"rank {rank}: {reason}{other}")
         self._memory[rank] = message.name
 
     # Buckets
 
     def _post(self, bucket: m.Bucket, rank: int) -> None:
-        self._inner._post(bucket)
+        self._receivers.post(bucket)
         self._under_way.append((rank, bucket.buffer))
 
     def _freed(self) -> int:
@@ -380,15 +397,14 @@ class _First:
         return self._free.popleft()
 
     def _await(self, what: str) -> None:
-        wait = protocol.Wait(self._inner._receiver, self._sender.timeout, what, self._dead)
+        wait = protocol.Wait(self._receivers.peer, self._sender.timeout, what, self._dead)
         wait.until_heard(self._poller)
         self._hear()
 
     def _hear(self) -> bool:
         """What has come, if anything has."""
         ready = dict(self._poller.poll(0))
-        if self._inner._socket in ready:
-            self._inner._answer("an acknowledgement", m.Ack)  # in the order that they were told of
+        for _ in range(self._receivers.given_back(ready)):
             rank, buffer = self._under_way.popleft()
             if rank:
                 self._tell(m.Ack(buffer), rank)
@@ -464,7 +480,8 @@ class _Other:
         self._socket.send(m.encode(message))
 
     def _answer(self, what: str, *kinds: type) -> m.OfRanks:
-        protocol.Wait(self._first, self._sender.timeout, what).until_heard(self._poller)
+        seconds = 2 * self._sender.timeout  # the first says who is late, where it is not itself
+        protocol.Wait(self._first, seconds, what).until_heard(self._poller)
         message = m.decode_of_ranks(self._socket.recv())
         if isinstance(message, m.Failed):
             self._told = True
@@ -472,6 +489,15 @@ class _Other:
         if not isinstance(message, kinds):
             raise HandoverFailed(f"weights: rank 0 said {type(message).__name__}, where {what} was due")
         return message
+
+
+def _addresses(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    found = (given,) if isinstance(given, str) else tuple(given or ())
+    if not found or not all(isinstance(address, str) and address for address in found):
+        raise ValueError(f"ShardedWeightSender: addresses: got {given!r}, expected a receiver's, or those of several")
+    if len({*found}) < len(found):
+        raise ValueError(f"ShardedWeightSender: addresses: got {list(found)}, expected each once")
+    return found
 
 
 def _read(parts: list[bytes]) -> m.OfRanks:

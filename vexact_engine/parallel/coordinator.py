@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 0.9  # of a sender's `timeout`: it is to hear on which node there is none before it gives up
 _CLOSED = "weights: the receivers are closed"
-_ASKED = {"begin", "open", "finish", "abandon"}  # of a _Set, by receivers
+_ASKED = {"begin", "open", "check", "finish", "abandon"}  # of a _Set, by receivers
 _OF_A_SET = (HandoverFailed, ValueError, TypeError)  # what is wrong with what was sent, and not with the engine
 
 
@@ -333,6 +333,11 @@ class _Set:
         except BaseException as error:  # some are another thread's, which finds this out
             self.fail(None, error)
             raise
+
+    def check(self, node: int) -> None:
+        self._check()
+        with self._for_all():
+            self._intake.do(lambda update: update.on(node).check())
 
     def finish(self, node: int) -> int:
         """Returns the new version, once all nodes have all."""

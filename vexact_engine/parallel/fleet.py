@@ -85,6 +85,10 @@ class FleetUpdate:
             elif not isinstance(error, ReplicaDied):  # its successor, if it has one, has begun nothing
                 self._give_up({index: replica})
 
+    def check(self) -> None:
+        """Those to which not all has come are left out."""
+        self.note(self.ask("check_update"))
+
     def finish(self) -> int:
         """All has come. UpdateIncomplete where some have it and others failed, but for those that died."""
         self.note(self.ask("finish_update"))

@@ -29,7 +29,7 @@ from . import messages as m
 log = logging.getLogger(__name__)
 
 _LOOK = 0.2  # seconds between two looks at how much there is to do
-_ORDERED = {"begin_update", "finish_update", "give_up_update", "make_intake", "manifest", "let_go"}
+_ORDERED = {"begin_update", "check_update", "finish_update", "give_up_update", "make_intake", "manifest", "let_go"}
 
 
 class Host:
@@ -185,6 +185,9 @@ class Host:
         self._update = self.engine.begin_update(
             specs=checked, numerics=numerics, keep_cache=keep_cache, version=version
         )
+
+    def do_check_update(self) -> None:
+        self._under_way.check()
 
     def do_finish_update(self) -> int:
         if self._taking is not None:

@@ -70,6 +70,9 @@ class FleetIntake:
         self._update.wait_for(self._update.send_bucket(bucket, lambda: self._here.bytes(bucket)))
         return READ
 
+    def check(self) -> None:
+        self._update.check()
+
     def finish(self) -> int:
         version = self._update.finish()
         self._end()

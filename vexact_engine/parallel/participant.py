@@ -110,6 +110,9 @@ class Participant:
     def take(self, bucket: Bucket) -> Reading:
         return _Taken(self._line.ask("take", bucket=bucket))
 
+    def check(self) -> None:
+        self._ask("check")
+
     def finish(self) -> int:
         return self._ask("finish")
 

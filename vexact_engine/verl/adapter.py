@@ -29,9 +29,10 @@ class ServerAdapter(BaseRollout):
     """Tells the server of its replica what verl tells each rank, and sends it the weights.
 
     replica_rank     the replica's; -1: by the rank in the trainer's world
-    is_leader_rank   whether this rank tells the server what to do. Where the replica's ranks, on one node, hold all
-                     weights of an aligned trainer together, each sends what it holds. Otherwise the first rank on each
-                     of the replica's nodes sends whole tensors there, and the others take part in what is collective
+    is_leader_rank   whether this rank tells the server what to do. Where the ranks of one replica or several, on one
+                     node, hold all weights of an aligned trainer together, each sends what it holds, to all of these
+                     replicas. Otherwise the first rank on each of the replica's nodes sends whole tensors there, and
+                     the others take part in what is collective
     raises           ValueError, TypeError, naming an option of the rollout that it does not have
     """
 
@@ -39,13 +40,13 @@ class ServerAdapter(BaseRollout):
         super().__init__(config, model_config, device_mesh)
         self._timeout = engine_options(self.config)[1]["timeout"]
         check_trained(self.config)
-        rank = int(os.environ["RANK"])
+        rank = self._rank = int(os.environ["RANK"])
         size = self.config.pipeline_model_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % size == 0
         each = min(self.config.n_gpus_per_node, size)  # ranks on a node
         self._node, self._sends = rank % size // each, rank % each == 0
-        self._size, self._on_one_node = size, each == size
+        self._size = size
         self._sender: WeightSender | ShardedWeightSender | None = None
 
     async def resume(self, tags: list[str]) -> None:
@@ -61,7 +62,8 @@ class ServerAdapter(BaseRollout):
         self, weights, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs
     ) -> None:
         """All weights, to the replica's part on this node. Every rank takes every item, whatever fails: each is a
-        collective; or, where each sends what it holds, no rank takes any, and what fails on one is raised on all.
+        collective; or, where each sends what it holds, no rank takes any, and what fails on one, or at one of their
+        replicas, is raised on all.
 
         weights   an iterator, asynchronous or not, of (Hugging Face name, whole tensor). An aligned trainer's say what
                   they are of (handed.About), and who holds which; verl's own actor's do not, and are taken for what the
@@ -110,11 +112,18 @@ class ServerAdapter(BaseRollout):
             await server.set_global_steps.remote(global_steps)
 
     def _held(self, weights: Weights) -> Held | None:
-        """What this rank can send of all weights, where the replica's ranks hold them together and are on one node."""
-        if self._size == 1 or not self._on_one_node:
+        """What this rank can send of all weights, where the ranks of one replica, or as few as can be, hold them
+        together and are on one node; alike on all of the trainer's ranks. None too where this rank holds all."""
+        world, node = dist.get_world_size(), self.config.n_gpus_per_node
+        if world == 1 or weights.held_by(range(self._rank, self._rank + 1)) is not None:
             return None
-        first = self.replica_rank * self._size
-        return weights.held_by(range(first, first + self._size))
+        for count in range(self._size, world + 1, self._size):
+            first = self._rank // count * count
+            if world % count or (node % count and world > node):
+                continue
+            if count > 1 and (held := weights.held_by(range(first, first + count))) is not None:
+                return held
+        return None
 
     async def _update_by_shards(self, weights: Weights, held: Held, global_steps: int | None) -> None:
         server, address, wrong = None, None, None
@@ -125,9 +134,13 @@ class ServerAdapter(BaseRollout):
                 address = await server.get_weights_address.remote(self._node)
         except BaseException as error:  # the others wait to hear of it
             wrong = error
-        sender = self._sharded_sender_to(address, weights.about, held.group, wrong)
+        addresses, kept = self._agreed(address, weights.about, held.group, wrong)
         received = server.receive_weights.remote() if server is not None else None
-        sender.send(weights.shards(held, get_device_id()))
+        if not kept:  # servers that go on let go of the buckets of before, now that they receive
+            self._close()
+            told = {"numerics": weights.about.numerics, "group": held.group, **self._sender_options()}
+            self._sender = ShardedWeightSender(addresses, **told)
+        self._sender.send(weights.shards(held, get_device_id()))
         if received is not None:
             await self._received(server, received, global_steps)
         said(weights, global_steps)
@@ -148,26 +161,23 @@ class ServerAdapter(BaseRollout):
             self._sender = WeightSender(address, numerics=numerics, **self._sender_options())
         return self._sender
 
-    def _sharded_sender_to(
+    def _agreed(
         self, address: str | None, about: About, group: dist.ProcessGroup | None, wrong: BaseException | None
-    ) -> ShardedWeightSender:
-        """By all of the replica's ranks together: to the address that the first gives, unless something is wrong."""
+    ) -> tuple[tuple[str, ...], bool]:
+        """By all of the group's ranks together, unless something is wrong with one: the addresses that the replicas'
+        first ranks give, and whether all have a sender to these."""
         held = self._sender if isinstance(self._sender, ShardedWeightSender) else None
         why = "" if wrong is None else f"{type(wrong).__name__}: {wrong}"
-        own = held.address if held is not None and held.numerics == about.numerics else None
-        found: list = [None] * self._size
-        dist.all_gather_object(found, (address, own, why), group=group)
+        own = held.addresses if held is not None and held.numerics == about.numerics else None
+        found: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, (self._rank, address, own, why), group=group)
         if wrong is not None:
             raise wrong
-        for rank, (_, _, why) in enumerate(found):
+        for rank, *_, why in found:
             if why:
-                raise HandoverFailed(f"weights: rank {rank} of the replica: {why}")
-        address = found[0][0]
-        if any(own != address for _, own, _ in found):
-            self._close()
-            options = self._sender_options()
-            self._sender = ShardedWeightSender(address, numerics=about.numerics, group=group, **options)
-        return self._sender
+                raise HandoverFailed(f"weights: rank {rank} of the trainer: {why}")
+        addresses = tuple(address for _, address, *_ in found[:: self._size])
+        return addresses, all(own == addresses for *_, own, _ in found)
 
     def _sender_options(self) -> dict[str, Any]:
         size = min(self.config.checkpoint_engine.update_weights_bucket_megabytes << 20, LARGEST_BUCKET)

@@ -19,6 +19,7 @@ from .server import Server, engine_options, server_name
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+    from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 
 
 class Replica(RolloutReplica):
@@ -26,9 +27,20 @@ class Replica(RolloutReplica):
     any of verl's."""
 
     _nodes: "Sequence[ActorHandle]" = ()  # where there are several
+    _trainers: "Sequence[ActorHandle]" = ()  # whose weights it gets, where it shares their GPUs
+    _seen: Sequence[tuple] = ()  # where all of those are
+
+    async def init_hybrid(self, worker_group: "RayWorkerGroup") -> None:
+        self._trainers = worker_group.workers
+        await super().init_hybrid(worker_group)
+
+    async def init_hybrid_colocated(self, worker_group: "RayWorkerGroup", resource_pool: "RayResourcePool") -> None:
+        self._trainers = worker_group.workers
+        await super().init_hybrid_colocated(worker_group, resource_pool)
 
     async def launch_servers(self) -> None:
-        """One, on the GPUs of the replica's workers. Again: in the place of one that has died."""
+        """One, on the GPUs of the replica's workers. Again: in the place of one that has died. It sees the GPUs of all
+        trainers of its node, behind its own, for it reads what each of them holds where that lies."""
         sleeps = engine_options(self.config)[0].sleep_backend
         self._check_nodes()
 
@@ -38,7 +50,9 @@ class Replica(RolloutReplica):
             device = context.get_accelerator_ids()[get_resource_name()][0]
             return context.get_node_id(), device, saver.environment(sleeps, get_device_name())
 
-        found = await asyncio.gather(*(worker.__ray_call__.remote(place) for worker in self.workers))
+        others = [worker for worker in self._trainers if worker not in self.workers]
+        found = await asyncio.gather(*(worker.__ray_call__.remote(place) for worker in (*self.workers, *others)))
+        found, self._seen = found[: len(self.workers)], found
         each = self.gpus_per_replica_node
         places = [found[first : first + each] for first in range(0, len(found), each)]
         for index, of_node in enumerate(places):
@@ -65,10 +79,12 @@ class Replica(RolloutReplica):
             )
 
     def _options(self, places: list, node: int, name: bool = True) -> dict[str, Any]:
-        """Of an actor on a node, which sees the GPUs of the replica's workers there."""
+        """Of an actor on a node. It computes on the GPUs of the replica's workers there, which it sees first: they are
+        cuda:0 and so on. Behind them are those of other trainers there."""
         (first, _, preload), platform = places[0], get_platform()
         variables = {name: "1" for name in platform.ray_noset_envvars()} | platform.rollout_env_vars() | preload
-        variables[platform.visible_devices_envvar()] = ",".join(device for _, device, _ in places)
+        seen = dict.fromkeys(device for node, device, _ in (*places, *self._seen) if node == first)
+        variables[platform.visible_devices_envvar()] = ",".join(seen)
         kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
         options = {
             "num_cpus": 0,

@@ -323,6 +323,10 @@ class Update:
         return target
 
     def finish(self) -> None:
+        """Raises as `check`."""
+        self.check()
+
+    def check(self) -> None:
         """Raises ValueError where something is missing. A tensor without an element has nothing to bring."""
         cut = [name for name, count in self._came.items() if count != self._targets[name].numel()]
         if cut:
