@@ -50,6 +50,7 @@ class Job:
     rollout: dict[str, Any] = field(default_factory=dict)  # that engine's configuration
     group: int = 0  # ranks that send to their replicas together; none said: of each replica
     node: int = 8  # GPUs of a node
+    shards: str = ""  # engine_kwargs.vexact.shards
 
     @property
     def ulysses(self) -> int:

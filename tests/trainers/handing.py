@@ -126,6 +126,8 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
 
         os.environ["RANK"] = str(rank)
         told = {"tensor_model_parallel_size": job.replica, "dtype": "bfloat16", "n_gpus_per_node": job.node}
+        if job.shards:
+            told["engine_kwargs"] = {"vexact": {"shards": job.shards}}
         adapter = Adapter(RolloutConfig(name="vexact", **told), model_config, None)
         seen, before = [], None
         for step in range(1, 8):

@@ -31,19 +31,21 @@ ORDERED = ("path=pkg://vexact_engine.verl.sampler", "name=Ordered")
 REPEATED = (*DETERMINISTIC, *(f"trainer.v1.sampler.custom_sampler.{option}" for option in ORDERED))
 # and its rewards are of a model, whose scores are there again too
 KEPT = Case("deepseek_v3", ranks=1, rewards="apart", overrides=(*REPEATED, "trainer.save_freq=2"))
-# One rollout of both ranks, instead of one of each.
+# One rollout of both ranks, instead of one of each; and of each, to which both send what they hold.
 TOGETHER = Case("qwen3_5_moe", replica=2)
+SHARED = ("+actor_rollout_ref.rollout.engine_kwargs.vexact.shards=replicas",)
 # Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
 # under both, and a README's command (test_recipes) runs the dense one.
 IN_CI = [
     TOGETHER,  # a hybrid with experts, and a tower that no image asks for
-    Case("qwen3_5_moe", "veomni"),
+    Case("qwen3_5_moe", "veomni", overrides=SHARED),
     Case("deepseek_v3", "veomni", rewards="colocated"),
     KEPT,
 ]
 REWARDED = [case for case in IN_CI if case.rewards]
 OF_IMAGES = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in WITH_VISION]  # and text alone
 OF_IMAGES[OF_IMAGES.index(Case("qwen3_5_moe"))] = TOGETHER
+OF_IMAGES[OF_IMAGES.index(Case("qwen3_5_moe", "veomni"))] = IN_CI[1]
 EVERY = [*TWO_RANKS, *ONE_RANK, KEPT, *(Case(family) for family in HYBRIDS), *OF_IMAGES]
 STOCK = Case("qwen3", ranks=1, vendor=None)
 # Requests are aborted and go on with newer weights, so that a token's weights are not always the trainer's. The
@@ -91,12 +93,13 @@ def test_one_other_bit_is_noticed(case, trained):
         check(ran)
 
 
-@pytest.mark.parametrize("case", IN_CI[:2], ids=str)
+@pytest.mark.parametrize("case", IN_CI[:3], ids=str)
 def test_what_a_rank_has_handed_over(case, trained):
-    """What it holds, to a rollout of all ranks as to one of each."""
+    """What it holds, to a rollout of all ranks, and where asked to one of each; else whole tensors to its own."""
     ran = trained(case)
     updates = [line for path in ran.folder.glob("updates.*.jsonl") for line in lines(path)]
-    expected = [{"rank": rank, "sender": "ShardedWeightSender"} for rank in range(2) for _ in range(case.steps + 1)]
+    sender = "WeightSender" if case is IN_CI[2] else "ShardedWeightSender"
+    expected = [{"rank": rank, "sender": sender} for rank in range(2) for _ in range(case.steps + 1)]
     assert sorted(updates, key=str) == sorted(expected, key=str)
 
 

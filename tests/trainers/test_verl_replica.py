@@ -46,11 +46,15 @@ class Fake:
         return SimpleNamespace(remote=lambda *given: server)
 
 
-def started(models, monkeypatch, start, number=0, size=2, workers=()):
+SEVERAL = "+actor_rollout_ref.rollout.engine_kwargs.vexact.shards=replicas"
+
+
+def started(models, monkeypatch, start, number=0, size=2, workers=(), told=(SEVERAL,)):
     """The environment that the server of a replica has been given."""
     fake = Fake()
     monkeypatch.setattr(module.ray, "remote", fake.remote)
-    config = rollout_config(models("qwen3"), f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}")
+    ranks = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
+    config = rollout_config(models("qwen3"), ranks, *told)
     made = module.Replica(number, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, 4)
     for _ in range(2):  # a successor has the same
         asyncio.run(start(made, SimpleNamespace(workers=list(workers))))
@@ -93,6 +97,10 @@ def test_a_server_sees_all_trainers_of_its_node_and_its_own_first(start, number,
 
 def test_one_that_no_trainer_shares_gpus_with_sees_its_own(models, monkeypatch):
     assert started(models, monkeypatch, colocated, 1, 2, trainers()) == "6,7"
+
+
+def test_it_sees_its_own_where_no_other_s_are_read(models, monkeypatch):
+    assert started(models, monkeypatch, hybrid, 1, 2, trainers(), told=()) == "6,7"
 
 
 def test_it_computes_on_its_own(monkeypatch):

@@ -1,6 +1,6 @@
 """verl's own engines of several ranks under the vendor name vexact, and a rollout of as many: each rank sends what it
-holds, and the rollout has the bits of the tensors that verl makes whole. So have several rollouts of one node's ranks.
-Where ranks of one node do not hold all together, rollouts get whole tensors."""
+holds, and the rollout has the bits of the tensors that verl makes whole. So have several rollouts of one node's ranks,
+where that is asked for. Where ranks of one node do not hold all together, rollouts get whole tensors."""
 
 from dataclasses import replace
 
@@ -27,25 +27,27 @@ SHARDED = {  # of two ranks, and a rollout of two
     "kept-unsharded": ("qwen3", {"engine": {"reshard_after_forward": False}}),
     **{f"{family}-veomni": (family, VEOMNI) for family in ("qwen3-tied", "qwen3_moe", "deepseek_v3")},
 }
-SHARDED["one-each"] = "qwen3", {"replica": 1, "group": 2}
+SEVERAL = {"shards": "replicas"}
+SHARDED["one-each"] = "qwen3", {"replica": 1, "group": 2, **SEVERAL}
 EXPERTS = {**VEOMNI, "engine": {"mixed_precision": True, "expert_parallel_size": 2}}
 WHOLE = {
     "experts-apart": ("qwen3_moe", EXPERTS),
-    "experts-apart-one-each": ("qwen3_moe", {**EXPERTS, "replica": 1}),
-    "all-on-each": ("qwen3", {"replica": 1, "engine": {"fsdp_size": 1}}),
-    "a-node-each": ("qwen3", {"replica": 1, "node": 1}),
+    "experts-apart-one-each": ("qwen3_moe", {**EXPERTS, "replica": 1, **SEVERAL}),
+    "all-on-each": ("qwen3", {"replica": 1, "engine": {"fsdp_size": 1}, **SEVERAL}),
+    "a-node-each": ("qwen3", {"replica": 1, "node": 1, **SEVERAL}),
+    "one-each-unasked": ("qwen3", {"replica": 1}),
 }
 COPIES = {"engine": {"fsdp_size": 2}}
 SHARDED_OF_FOUR = {
-    "two-each": ("qwen3_moe", {"group": 4, **RANKS}),
-    "one-each": ("qwen3", {"replica": 1, "group": 4}),
-    "one-each-veomni": ("qwen3_moe", {"replica": 1, "group": 4, **VEOMNI}),
+    "two-each": ("qwen3_moe", {"group": 4, **RANKS, **SEVERAL}),
+    "one-each": ("qwen3", {"replica": 1, "group": 4, **SEVERAL}),
+    "one-each-veomni": ("qwen3_moe", {"replica": 1, "group": 4, **VEOMNI, **SEVERAL}),
     "copies": ("qwen3_moe", {**COPIES, "replica": 4}),
     "a-copy-each": ("deepseek_v3", COPIES),
-    "a-copy-for-two": ("qwen3", {**COPIES, "replica": 1, "group": 2}),
-    "a-copy-on-each-node": ("qwen3", {**COPIES, "replica": 1, "group": 2, "node": 2}),
+    "a-copy-for-two": ("qwen3", {**COPIES, "replica": 1, "group": 2, **SEVERAL}),
+    "a-copy-on-each-node": ("qwen3", {**COPIES, "replica": 1, "group": 2, "node": 2, **SEVERAL}),
 }
-WHOLE_OF_FOUR = {"nodes": ("qwen3", {"node": 2})}
+WHOLE_OF_FOUR = {"nodes": ("qwen3", {"node": 2, **SEVERAL}), "two-each-unasked": ("qwen3", {})}
 KEPT = [False, True, True, True, False, True, True]  # another sender for another server
 ANOTHER = {"engine": {"mixed_precision": {"param_dtype": "fp32"}}}
 
@@ -166,7 +168,7 @@ def test_whole_tensors_where_ranks_do_not_hold_them_together(name, two, folders)
 
 
 @pytest.mark.parametrize("name", WHOLE_OF_FOUR)
-def test_whole_tensors_where_ranks_that_hold_them_are_on_several_nodes(name, four, folders):
+def test_whole_tensors_where_who_holds_them_is_on_several_nodes_or_nobody_asks(name, four, folders):
     family, _ = WHOLE_OF_FOUR[name]
     check_whole(four[name], folders[family], job(name, folders, *WHOLE_OF_FOUR[name]))
 

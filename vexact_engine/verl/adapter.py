@@ -29,16 +29,17 @@ class ServerAdapter(BaseRollout):
     """Tells the server of its replica what verl tells each rank, and sends it the weights.
 
     replica_rank     the replica's; -1: by the rank in the trainer's world
-    is_leader_rank   whether this rank tells the server what to do. Where the ranks of one replica or several, on one
-                     node, hold all weights of an aligned trainer together, each sends what it holds, to all of these
-                     replicas. Otherwise the first rank on each of the replica's nodes sends whole tensors there, and
-                     the others take part in what is collective
+    is_leader_rank   whether this rank tells the server what to do. Where the replica's ranks, on one node, hold all
+                     weights of an aligned trainer together, or by engine_kwargs.vexact.shards those of several replicas
+                     do, each sends what it holds, to all of these replicas. Otherwise the first rank on each of the
+                     replica's nodes sends whole tensors there, and the others take part in what is collective
     raises           ValueError, TypeError, naming an option of the rollout that it does not have
     """
 
     def __init__(self, config, model_config, device_mesh=None, replica_rank: int = -1):
         super().__init__(config, model_config, device_mesh)
-        self._timeout = engine_options(self.config)[1]["timeout"]
+        options = engine_options(self.config)[1]
+        self._timeout, self._to_several = options["timeout"], options["shards"] == "replicas"
         check_trained(self.config)
         rank = self._rank = int(os.environ["RANK"])
         size = self.config.pipeline_model_parallel_size * self.config.tensor_model_parallel_size
@@ -112,12 +113,13 @@ class ServerAdapter(BaseRollout):
             await server.set_global_steps.remote(global_steps)
 
     def _held(self, weights: Weights) -> Held | None:
-        """What this rank can send of all weights, where the ranks of one replica, or as few as can be, hold them
-        together and are on one node; alike on all of the trainer's ranks. None too where this rank holds all."""
+        """What this rank can send of all weights, where the ranks of one replica, or of as few as can be where they may
+        be several, hold them together and are on one node; alike on all of the trainer's ranks. None too where this
+        rank holds all."""
         world, node = dist.get_world_size(), self.config.n_gpus_per_node
         if world == 1 or weights.held_by(range(self._rank, self._rank + 1)) is not None:
             return None
-        for count in range(self._size, world + 1, self._size):
+        for count in range(self._size, (world if self._to_several else self._size) + 1, self._size):
             first = self._rank // count * count
             if world % count or (node % count and world > node):
                 continue

@@ -39,9 +39,10 @@ class Replica(RolloutReplica):
         await super().init_hybrid_colocated(worker_group, resource_pool)
 
     async def launch_servers(self) -> None:
-        """One, on the GPUs of the replica's workers. Again: in the place of one that has died. It sees the GPUs of all
-        trainers of its node, behind its own, for it reads what each of them holds where that lies."""
-        sleeps = engine_options(self.config)[0].sleep_backend
+        """One, on the GPUs of the replica's workers. Again: in the place of one that has died. Where it may read what
+        each of its node's trainers holds, it sees the GPUs of them all, behind its own."""
+        options, own = engine_options(self.config)
+        sleeps = options.sleep_backend
         self._check_nodes()
 
         def place(worker) -> tuple[str, str, dict[str, str]]:
@@ -50,7 +51,7 @@ class Replica(RolloutReplica):
             device = context.get_accelerator_ids()[get_resource_name()][0]
             return context.get_node_id(), device, saver.environment(sleeps, get_device_name())
 
-        others = [worker for worker in self._trainers if worker not in self.workers]
+        others = [worker for worker in self._trainers if worker not in self.workers and own["shards"] == "replicas"]
         found = await asyncio.gather(*(worker.__ray_call__.remote(place) for worker in (*self.workers, *others)))
         found, self._seen = found[: len(self.workers)], found
         each = self.gpus_per_replica_node

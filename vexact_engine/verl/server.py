@@ -58,7 +58,8 @@ _ONLY = {  # verl's names of what this rollout has one value of, and why
     "enable_rollout_routing_replay": (False, "not needed: the trainer's routers choose the same experts"),
 }
 _ROLLOUTS = {"vexact", "vllm", "sglang", "trtllm", "hf"}  # whose options stand side by side in engine_kwargs
-_OWN, _SEEDS = {"handover": "in_place", "timeout": 60.0, "seeds": "step"}, ("step", "prompt")
+_OWN = {"handover": "in_place", "timeout": 60.0, "seeds": "step", "shards": "replica"}
+_SEEDS, _SHARDS = ("step", "prompt"), ("replica", "replicas")
 # Of one request: SamplingParams' own, what has one value here, and what is of a text that nobody sees.
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "stop_token_ids", "ignore_eos", "seed"}
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
@@ -91,11 +92,12 @@ def server_name(replica_rank: int, kind: str = "", suffix: str = "", node: int =
 
 def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]:
     """What the rollout's config asks of the engine: verl's own fields, and over them engine_kwargs.vexact, which has
-    EngineConfig's names, `handover` (WeightReceiver's mode), `timeout` (its seconds) and `seeds`: of full_determinism's
-    calls they follow from the "step" too, or from the "prompt" alone. Then last epoch's answers are kept and drafted
-    with, unless `speculation` says otherwise.
+    EngineConfig's names, `handover` (WeightReceiver's mode), `timeout` (its seconds), `shards` (ranks send what they
+    hold where those of one "replica" hold all weights, or those of several "replicas") and `seeds`: of
+    full_determinism's calls they follow from the "step" too, or from the "prompt" alone. Then last epoch's answers are
+    kept and drafted with, unless `speculation` says otherwise.
 
-    returns  EngineConfig, {"handover": ..., "timeout": ..., "seeds": ...}
+    returns  EngineConfig, {"handover": ..., "timeout": ..., "shards": ..., "seeds": ...}
     raises   ValueError, TypeError, naming the option, what it got and what it expected
     """
     for name, (only, why) in _ONLY.items():
@@ -117,6 +119,9 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
             raise type(error)(f"vexact: {where}: {error}") from None
     given = dict((config.engine_kwargs or {}).get("vexact") or {})
     handover = {name: given.pop(name, default) for name, default in _OWN.items()}
+    if (shards := handover["shards"]) not in _SHARDS:
+        said = f"got {shards!r}, expected {' or '.join(_SHARDS)}"
+        raise ValueError(f"vexact: rollout.engine_kwargs.vexact.shards: {said}")
     if (seeds := handover["seeds"]) not in _SEEDS:
         raise ValueError(f"vexact: rollout.engine_kwargs.vexact.seeds: got {seeds!r}, expected {' or '.join(_SEEDS)}")
     if seeds == "prompt":
