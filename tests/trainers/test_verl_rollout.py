@@ -124,7 +124,7 @@ def test_options(path):
         speculation=Speculation(max_draft_tokens=4, sources=("answers", "text")),
         show_progress=False,
     )
-    assert handover == {"handover": "staged", "timeout": 3.5, "seeds": "step"}
+    assert handover == {"handover": "staged", "timeout": 3.5, "seeds": "step", "shards": "replica"}
     deterministic = "actor_rollout_ref.rollout.full_determinism=true"
     rollout, _ = configs(path, deterministic, SEEDS)
     options, handover = engine_options(omega_conf_to_dataclass(rollout))

@@ -26,6 +26,7 @@ def path(models):
             "+rollout.engine_kwargs.vexact.speculation.depth=2",
             "EngineConfig: speculation has depth, expected max_draft",
         ),
+        ("+rollout.engine_kwargs.vexact.shards=all", "shards: got 'all', expected replica or replicas"),
         ("+rollout.engine_kwargs.vexact.seeds=epoch", "seeds: got 'epoch', expected step or prompt"),
         ("+rollout.engine_kwargs.vexact.seeds=prompt", "seeds: got 'prompt' without rollout.full_determinism"),
         ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
