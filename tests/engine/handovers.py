@@ -11,7 +11,8 @@ from engine_models import build
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams, WeightReceiver, WeightSender, WeightsTorn
-from vexact_engine.handover import protocol
+from vexact_engine.handover import messages, protocol
+from vexact_engine.handover.sender import Session
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_num_seqs=8, max_num_batched_tokens=64, show_progress=False)
 PROMPTS = [[3, 4, 5, 6, 7], [9, 8, 7]]
@@ -89,6 +90,19 @@ def patient(receiver, monkeypatch):
 
     monkeypatch.setattr(protocol.Wait, "until_heard", waits)
     return stalls
+
+
+def asking_first(monkeypatch):
+    """Senders ask whether the set is whole before they finish, as one to several receivers does: the answers."""
+    finish, answers = Session.say_finish, []
+
+    def asks(self):
+        self.sender._post(messages.Check())
+        answers.append(self.sender._answer("that the set is whole", messages.Whole))
+        finish(self)
+
+    monkeypatch.setattr(Session, "say_finish", asks)
+    return answers
 
 
 def sender(receiver, **options):

@@ -95,9 +95,10 @@ def told(folder, name):
 
 
 class Two:
-    """Two engines and their receivers, and the trainer's ranks; the second receiver is the one with a fault."""
+    """Two engines and their receivers, and the trainer's ranks; the second receiver is the one with a fault, or the
+    first that the trainer has, where it is `turned`."""
 
-    def __init__(self, stack, folder, mode, sets, timeout=300.0, **second):
+    def __init__(self, stack, folder, mode, sets, timeout=300.0, turned=False, **second):
         config = replace(CONFIG, **second.pop("config", {}))
         models = [build(FAMILY), build(**{"family": FAMILY, **second})]
         self.engines = [
@@ -107,7 +108,8 @@ class Two:
         self._receivers = [stack.enter_context(receiving(engine, mode)) for engine in self.engines]
         self.second = self._receivers[1][0]
         addresses = [receiver.address for receiver, _ in self._receivers]
-        self.named = f"receiver 2 of 2 ({addresses[1]}"
+        self.named = f"receiver {1 if turned else 2} of 2 ({addresses[1]}"
+        addresses = addresses[::-1] if turned else addresses
         given = str(folder / "store"), addresses, str(folder), sets, timeout
         self.started = [start() for _, start in self._receivers]
         self.ranks = spawned(sending, *given, size=2)
@@ -184,6 +186,7 @@ def test_a_fault_of_one_receiver_ends_the_set_for_all_and_the_next_one_comes(
 
 OTHERS = {
     "numerics": ({"config": {"kv_segment": 64}}, "refused: numerics: "),
+    "numerics-first": ({"config": {"kv_segment": 64}, "turned": True}, "refused: numerics: "),
     "tensors": ({"num_hidden_layers": 3}, "it takes other tensors than receiver 1 of 2 (ipc://"),
 }
 
@@ -195,7 +198,7 @@ def test_a_receiver_that_is_another_ones_is_named_and_none_has_lost_anything(kin
         both = Two(stack, tmp_path, "in_place", ["fails"], **second)
         found = both.results()
         assert all(isinstance(error, HandoverFailed) for error in found)
-        assert "the sender broke off: HandoverFailed: weights: receiver 2 of 2" in str(found[0])
+        assert f"the sender broke off: HandoverFailed: weights: {both.named}" in str(found[0])
         assert [texts(engine) for engine in both.engines] == both.old
         joined(both.ranks)
     here, there = told(tmp_path, "fails")
@@ -401,6 +404,20 @@ def test_buckets_that_all_can_open_lie_on_a_gpu_that_all_share():
         every._agreed([welcome("G"), welcome("G", shape=(5,))])
     with pytest.raises(HandoverFailed, match=r"receiver 2 of 2 .* computes on cpu, receiver 1 of 2 .* on cuda"):
         every._agreed([welcome("G"), welcome("", "cpu")])
+
+
+def test_buckets_are_given_back_once_all_have_let_go_of_them():
+    said = []
+
+    class Leaving(End):
+        def __getattr__(self, name):
+            return lambda *given, **options: said.append((name, self._receiver.name))
+
+    ends = Leaving("a"), Leaving("b")
+    ends[0]._buffers = {buffers.CUDA: None}
+    of(*ends).close()
+    steps = ("_say_bye", "_await_gone", "_drop_socket")
+    assert said == [*((step, name) for step in steps for name in "ab"), ("_free", "a")]
 
 
 def test_what_one_says_is_said_of_it():

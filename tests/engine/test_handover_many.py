@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from engine_models import build
-from handovers import CONFIG, MODES, PARAMS, PROMPTS, expected, left, other, receiving, sender, texts
+from handovers import CONFIG, MODES, PARAMS, PROMPTS, asking_first, expected, left, other, receiving, sender, texts
 
 from vexact_engine import Engine, HandoverFailed, Replicas, StageDied, WeightsTorn
 from vexact_engine.handover import buffers
@@ -144,7 +144,7 @@ def test_a_stage_that_dies_while_weights_come(mode, saved, sockets):
 
 
 @MODES
-def test_every_replica_takes_the_weights(saved, mode, sockets):
+def test_every_replica_takes_the_weights(saved, mode, sockets, monkeypatch):
     path, family = saved
     model = build(family)
     new = other(model)
@@ -177,6 +177,15 @@ def test_every_replica_takes_the_weights(saved, mode, sockets):
                 assert out.send(model.state_dict(), version=7) == 7 == result() == replicas.weight_version
                 assert texts(replicas) == old
             assert set(replicas.generate(PROMPTS, PARAMS)[0].weight_versions) == {7}
+            answers, result = asking_first(monkeypatch), start()
+            with pytest.raises(HandoverFailed, match="missing: "):
+                out.send(dict(list(new.state_dict().items())[2:]))
+            with pytest.raises(HandoverFailed, match="missing: "):
+                result()
+            assert not answers
+            left(replicas, mode, old)
+            result = start()
+            assert out.send(model.state_dict()) == 8 == result() and texts(replicas) == old and len(answers) == 1
 
 
 def test_a_replica_that_dies_while_weights_come_and_one_that_comes_back(saved, sockets, caplog):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_models import build, until
-from handovers import MODES, other
+from handovers import MODES, asking_first, other
 
 import vexact_ops as vx
 from vexact_engine import HandoverFailed, NodeReceivers, PeerLost, StageDied, WeightSender
@@ -223,6 +223,19 @@ def test_each_node_takes_from_its_own_sender(mode, meeting):
         assert at.engine.holds(model)
     own = [{buffers.name for buffers in out._buffers.values()} for out in at.senders]
     assert at.engine._worker.seen == own, "what each node's stages have opened is its own sender's memory"
+
+
+@MODES
+def test_a_node_says_whether_its_set_is_whole(mode, meeting, monkeypatch):
+    answers, at, new = asking_first(monkeypatch), meeting(mode), other(build("Qwen3"))
+    assert [each.result(60) for each in at.both(new, new)] == [1] * 3 and len(answers) == 2
+    few = dict(list(new.state_dict().items())[:-1])
+    for each in at.both(few, few):
+        with pytest.raises(HandoverFailed, match="missing: "):
+            each.result(60)
+    assert len(answers) == 2 and at.engine.weight_version == 1
+    at.left(mode, new)
+    at.heals(new)
 
 
 @MODES
