@@ -194,20 +194,36 @@ def verified() -> str:
     for machine, commits in groups.items():
         names = "; ".join(map(", ".join, commits.values()))
         rows.append(f"| `vexact verify`, true sizes: {names} | {machine} | {', '.join(commits)} |")
-    runs: dict[tuple, dict[str, list[str]]] = {}
+    runs: dict[tuple, dict[int, dict[str, list[str]]]] = {}
     newest = {(r["case"], r["backend"], r["ranks"]): r for r in _records("main_ppo")}
     for record in newest.values():
         if record["backend"] == "vexact" and not record["mismatched"]:
-            of = tuple(record[name] for name in ("gpu", "ranks", "steps", "tokens", "commit"))
+            of = tuple(record[name] for name in ("gpu", "steps", "tokens", "commit"))
             family, engine, *layout = record["case"].split()
             name = _NAMES[family] + (f" ({' '.join(layout)})" if layout else "")
-            runs.setdefault(of, {}).setdefault(_NAMES[engine], []).append(name)
-    for (machine, ranks, steps, tokens, commit), engines in runs.items():
-        gpus = f"{ranks} GPU{'s' * (ranks > 1)}"
-        what = f"verl's `main_ppo`, {steps} steps on {gpus}, layers of true sizes, {tokens:,} tokens each"
-        names = "; ".join(f"{engine}: {', '.join(families)}" for engine, families in engines.items())
-        rows.append(f"| {what}: {names} | {machine.removeprefix('NVIDIA ')} | {commit} |")
+            runs.setdefault(of, {}).setdefault(record["ranks"], {}).setdefault(_NAMES[engine], []).append(name)
+    for (machine, steps, tokens, commit), sizes in runs.items():
+        names = []
+        for ranks, engines in sorted(sizes.items()):
+            each = "; ".join(f"{engine}: {', '.join(families)}" for engine, families in engines.items())
+            names.append(f"{ranks} GPU{'s' * (ranks > 1)}: {each}")
+        what = f"verl's `main_ppo`, {steps} steps, layers of true sizes, {tokens:,} tokens each"
+        what = f"{what}, on {'; on '.join(names)}{_whole(newest, commit)}"
+        rows.append(f"| {what} | {machine.removeprefix('NVIDIA ')} | {commit} |")
     return "\n".join(rows)
+
+
+def _whole(newest: dict[tuple, dict], commit: str) -> str:
+    """What `whole` is, where weights that ranks trained in it are those of fewer ranks."""
+    digests: dict[tuple, set[str]] = {}
+    for (case, _, ranks), record in newest.items():
+        if record["commit"] == commit and "sha256" in record:
+            ulysses = re.search(r"Ulysses (\d+)", case)
+            rows_at_once = ranks // int(ulysses[1]) if ulysses else ranks
+            digests.setdefault((case.split()[0], rows_at_once), set()).add(record["sha256"])
+    if not digests or any(len(found) > 1 for found in digests.values()):
+        return ""
+    return "; whole: with `whole_gradients`, the trained weights have one SHA-256 however many ranks share a row"
 
 
 def verl_families() -> str:

@@ -65,7 +65,8 @@ def models(request, tmp_path_factory):
 
 
 def prepare(case, folder, models):
-    given = {"steps": 10, "lr": 3e-4, "device": "cuda", "overrides": SETTINGS} if GPUS else {}
+    # At 3e-4 four ranks' models said one token alone from the seventh step on: the samples of a prompt were one.
+    given = {"steps": 10, "lr": 1e-4, "device": "cuda", "overrides": SETTINGS} if GPUS else {}
     return replace(case, **given), models(case.family)
 
 
