@@ -1,5 +1,6 @@
 """The engine's benchmark on tiny models: every workload is measured and proven, records hold what a figure needs."""
 
+import gzip
 import io
 import json
 import random as rng
@@ -72,11 +73,19 @@ def test_in_stages(model, tmp_path):
         "--engine",
         "pipeline_parallel_size=2,num_pages=40",
     ]
-    (found,) = run(tmp_path, *args, "--sleep")
+    (found,) = run(tmp_path, *args, "--sleep", "--new", 12, "--profile", tmp_path / "traces")
     assert set(found) >= FIELDS and found["pipeline_parallel_size"] == 2
-    assert found["case"].endswith("bfloat16, 2 pipeline stages") and found["workload"] == "4 x 9 + 6, 2 pipeline stages"
-    assert found["verify_mismatched"] == 0 and found["verify_tokens"] == 24 and found["path"] == "fused"
+    assert (
+        found["case"].endswith("bfloat16, 2 pipeline stages") and found["workload"] == "4 x 9 + 12, 2 pipeline stages"
+    )
+    assert found["verify_mismatched"] == 0 and found["verify_tokens"] == 48 and found["path"] == "fused"
     assert found["decode_steps"] > 3 and found["step_ms"] > 0 and found["peak_gib"] is None
+    assert found["profiled_steps"] == 3 and found["profiled_step_ms"] > 0
+    stem = found["case"].replace(" ", "-").replace(",", "")
+    assert (tmp_path / "traces" / f"{stem}.json.gz").exists()
+    for stage in range(2):
+        noted = gzip.decompress((tmp_path / "traces" / f"{stem}.stage-{stage}.json.gz").read_bytes())
+        assert b"aten::" in noted
     assert [(one["level"], one["tags"]) for one in found["sleep"]] == [
         (1, None),
         (1, None),
@@ -318,6 +327,20 @@ def test_idle_time_is_what_no_kernel_covers():
     assert {name for name, _, _ in window.kernels} == {"k 4x1x1", "b<int> 4x1x1", "Memcpy"}
     assert window.figures()["gpu_idle"] == 0.325 and "32.50% of the time idle" in window.table()
     assert window.figures()["gpu_busy_ms"] == 0.054
+
+
+def test_of_another_process_a_step_begins_with_its_graph():
+    def kernels(launch, at, count):
+        args = {"grid": [1, 1, 1], "correlation": launch}
+        one = {"ph": "X", "cat": "kernel", "name": "k", "dur": 4, "args": args}
+        return [one | {"ts": at + 10 * i} for i in range(count)]
+
+    events = [*kernels(1, 0, 3), *kernels(2, 100, 4), *kernels(3, 145, 1), *kernels(4, 200, 4), *kernels(5, 300, 4)]
+    window = trace.Window(steps=2, seconds=0.001, host={"other": 0.001})
+    rng.Random(0).shuffle(events)
+    trace.fill(window, events, apart=True)  # of four graphs two are whole, and between them is a copy's kernel
+    assert window.kernel_steps == 2 and window.span == pytest.approx(200e-6)
+    assert window.kernels == [("k 1x1x1", 9, pytest.approx(36e-6))] and window.busy == pytest.approx(36e-6)
 
 
 def test_steps_are_told_apart():

@@ -1,6 +1,7 @@
 """Where a step goes: a Chrome trace of a window of decode steps, the host's phases, the GPU's kernels, its idle time.
 
 The engine is looked at from outside: while a window is open, its methods are wrapped; at any other time nothing is.
+Where it computes in several processes each of them keeps a trace of its own, and the first one's is looked at.
 """
 
 import gzip
@@ -118,7 +119,8 @@ class Profiler:
 
     skip, steps   so many decode steps go by first; so many are looked at, twice
     batch         steps of so many sequences count alone, until the window is open; None: all that decode
-    trace         where the Chrome trace goes (.json or .json.gz); None: nowhere
+    trace         where the Chrome trace goes (.json or .json.gz), and beside it those of an engine's processes; None:
+                  nowhere
     window        what was seen; None where there were too few steps
     """
 
@@ -131,6 +133,7 @@ class Profiler:
         self._seen, self._hooks, self._profile = 0, Hooks(), None
         self._inner: list[float] = []  # of the calls under way: seconds of those inside each
         self._waits: set[type] = set()
+        self._others = engine._worker if engine.config.processes > 1 else None
         self._kinds = [torch.profiler.ProfilerActivity.CPU]
         if engine.device.type == "cuda":
             self._kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -148,6 +151,8 @@ class Profiler:
 
         with torch.profiler.profile(activities=self._kinds):
             pass  # the profiler wants its first use in the main thread
+        if self._others is not None:  # and takes a second for it, in which no step waits for another rank
+            self.engine._loop.call(self._none_of_theirs)
         self._hooks.set(scheduler, "commit", noted)
         return self
 
@@ -157,6 +162,10 @@ class Profiler:
         if self.window is not None and not self.window.profiled:
             self.window = None
         self._hooks.undo()
+
+    def _none_of_theirs(self) -> None:
+        self._others.ask("trace")
+        self._others.ask("traced", path=None)
 
     def _count(self) -> None:
         """In the engine's thread, after a commit."""
@@ -172,6 +181,8 @@ class Profiler:
             host["other"] = max(0.0, seconds - sum(host.values()))
             self.window = Window(self.steps, seconds, host)
             self._profile = torch.profiler.profile(activities=self._kinds)
+            if self._others is not None:
+                self._others.ask("trace")
             self._profile.start()
             self._began = time.perf_counter()
         elif self._seen == self.skip + 2 * self.steps:
@@ -214,32 +225,50 @@ class Profiler:
         profile.stop()
         if self._seen < self.skip + 2 * self.steps:
             self.window = None
+            if self._others is not None:
+                self._others.ask("traced", path=None)
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
-            text = path.read_text()
-        if self.trace is not None:
-            self.trace.parent.mkdir(parents=True, exist_ok=True)
-            data = text.encode()
-            self.trace.write_bytes(gzip.compress(data) if self.trace.suffix == ".gz" else data)
+            text, theirs = path.read_text(), {}
+            if self._others is not None:
+                self._others.ask("traced", path=str(Path(folder) / "of"))
+                theirs = {file.name: gzip.decompress(file.read_bytes()) for file in sorted(Path(folder).glob("of.*"))}
+        self._keep(text.encode(), theirs)
         if self.engine.device.type == "cuda":
-            fill(self.window, json.loads(text)["traceEvents"])
+            of = next(iter(theirs.values()), text)
+            fill(self.window, json.loads(of)["traceEvents"], bool(theirs))
         else:
             named = [(e.key, e.count, e.self_cpu_time_total * 1e-6) for e in profile.key_averages()]
             named = [e for e in named if not e[0].startswith(_RANGE)]
             self.window.kernels = sorted(named, key=lambda e: -e[2])
 
+    def _keep(self, own: bytes, theirs: dict[str, bytes]) -> None:
+        if self.trace is None:
+            return
+        self.trace.parent.mkdir(parents=True, exist_ok=True)
+        packed = self.trace.suffix == ".gz"
+        stem = self.trace.name.removesuffix(".gz").removesuffix(".json")
+        named = {stem + name.removeprefix("of"): data for name, data in theirs.items()}
+        for name, data in (named | {self.trace.name: own}).items():
+            name = name if packed else name.removesuffix(".gz")
+            self.trace.with_name(name).write_bytes(gzip.compress(data) if packed else data)
 
-def fill(window: Window, events: Iterable[dict]) -> None:
+
+def fill(window: Window, events: Iterable[dict], apart: bool = False) -> None:
     """The GPU's part of a window, from the events of a Chrome trace: from the second commit to the last, for starting
-    and stopping the profiler leaves gaps at both ends."""
+    and stopping the profiler leaves gaps at both ends.
+
+    apart  commits are in another process: a step begins where the kernels of its graph do
+    """
     events = [event for event in events if event.get("ph") == "X"]
-    commits = sorted(e["ts"] for e in events if e["name"] == _COMMIT and e.get("cat") == "user_annotation")
     ran = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    if len(commits) < 3 or not ran:
+    begun = (e["ts"] for e in events if e["name"] == _COMMIT and e.get("cat") == "user_annotation")
+    begins = sorted(_graphs(ran) if apart else begun)
+    if len(begins) < 3 or not ran:
         return
-    first, last = commits[1], commits[-1]
+    first, last = begins[1], begins[-1]
     found: dict[str, list[float]] = defaultdict(list)
     spans = []
     for event in ran:
@@ -249,7 +278,7 @@ def fill(window: Window, events: Iterable[dict]) -> None:
         if end > first and begin < last:
             spans.append((max(begin, first), min(end, last)))
     window.kernels = sorted(((n, len(t), sum(t)) for n, t in found.items()), key=lambda e: -e[2])
-    window.kernel_steps, window.span = len(commits) - 2, (last - first) * 1e-6
+    window.kernel_steps, window.span = len(begins) - 2, (last - first) * 1e-6
     at = first
     for begin, end in [*sorted(spans), (last, last)]:
         gap = (begin - at) * 1e-6
@@ -257,6 +286,15 @@ def fill(window: Window, events: Iterable[dict]) -> None:
         window.busy -= max(gap, 0.0)
         at = max(at, end)
     window.busy += window.span
+
+
+def _graphs(ran: Iterable[dict]) -> list[float]:
+    """When the first kernel of each graph began. All of one have its launch's correlation, and are most of a step."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for event in ran:
+        found[event.get("args", {}).get("correlation")].append(event["ts"])
+    most = max(map(len, found.values()), default=0)
+    return [min(times) for times in found.values() if len(times) > most / 2]
 
 
 def _short(event: dict) -> str:

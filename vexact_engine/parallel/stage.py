@@ -168,6 +168,7 @@ class Stage:
         beside = runner_beside(draft, self.handle, config, device, stack, heads_cut, link.ranks)
         self.runner = StageRunner(self.model, self.handle, config, device, layers, link, a.ahead, cuts, whole, beside)
         self.last, self.device = self.runner.draws and link.ranks.rank == 0, device
+        self._profile: torch.profiler.profile | None = None
         self.name = m.name_of(a.rank, a.ranks)
         self._places = places = Places.of(self.model, draft).present()
         held = sum(t.nbytes for t in {id(t): t for t in places.targets.values()}.values())
@@ -278,6 +279,25 @@ class Stage:
         except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
             why = str(error)
         return moved, self._memory.asleep, why
+
+    # For whoever wants to know where a step goes
+
+    def do_trace(self) -> None:
+        """From now on, until `do_traced`, note what this process does, on the host and on its device."""
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=kinds)
+        self._profile.start()
+
+    def do_traced(self, path: str | None) -> None:
+        """What was noted, as a Chrome trace; None: to be forgotten."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        profile, self._profile = self._profile, None
+        profile.stop()
+        if path is not None:
+            profile.export_chrome_trace(f"{path}.{self.name.replace(' ', '-')}.json.gz")
 
     def do_numbers(self) -> tuple[int, int, int]:
         """For whoever wants to know what a stage holds."""
