@@ -145,6 +145,8 @@ def _measure(args: argparse.Namespace, shape: str, layout: Layout, dtype: str, w
             hand_over()
         seconds = [max(hand_over()) for _ in range(args.repeats)]
         gathering = [max(_ask(pipes, trainers, "gather")) for _ in range(3) if way == "whole"]
+        for receiver in receivers:  # first: who lends memory waits for those that read it
+            receiver.close()
         _ask(pipes, trainers, "close")
     gbps = [size / s / 1e9 for s in seconds]
     layers = "" if args.layers is None else f" {args.layers} layers"
