@@ -15,6 +15,7 @@ from vexact_ops.testing import assert_bitwise
 
 peft = pytest.importorskip("peft")
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
+DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else ["cpu"]
 PARAMS = SamplingParams(max_new_tokens=5, seed=1, ignore_eos=True)
 DENSE = "llama", "qwen3", "phi3", "gemma2", "olmo2", "qwen3_5_text"
 MIXTURES = "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe"  # PEFT takes projections of experts' names for experts
@@ -95,8 +96,9 @@ def test_a_wrapped_model_is_taken_as_it_is():
         Engine.from_pretrained(halves, config=CONFIG)
 
 
-def test_an_update_brings_the_adapters_alone_or_all():
-    model, other = (adapted(build("Qwen3", seed=1)) for _ in range(2))
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_update_brings_the_adapters_alone_or_all(device):
+    model, other = (adapted(build("Qwen3", seed=1, device=device)) for _ in range(2))
     draw(other, 5)
     new, names = asked(other), [n for n, _ in other.get_base_model().named_parameters() if "lora_" in n]
     state = other.get_base_model().state_dict()
