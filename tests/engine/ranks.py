@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from vexact_engine.proof.ranks import Held, Meeting, Thread
-from vexact_engine.runner.decoder import Decoder, Weights
+from vexact_engine.runner.decoder import Decoder
+from vexact_engine.runner.projections import Weights
 from vexact_engine.runner.ranks import Group, RankedHead
 from vexact_engine.weights.cut import cut, shapes
 

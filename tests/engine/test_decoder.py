@@ -15,9 +15,10 @@ import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
 from vexact_engine.runner import memory
 from vexact_engine.runner.batch import plain
-from vexact_engine.runner.decoder import Decoder, Weights
+from vexact_engine.runner.decoder import Decoder
 from vexact_engine.runner.forward import _same_bits, forward, patched_forward
 from vexact_engine.runner.memory import Caches
+from vexact_engine.runner.projections import Weights
 from vexact_ops.patch import COVERED
 from vexact_ops.testing import assert_bitwise
 

@@ -314,9 +314,9 @@ def test_a_model_that_is_wrapped_or_has_no_head():
         load(torch.nn.DataParallel(model))
     with pytest.raises(TypeError, match=r"got a LlamaModel, which has no output layer"):
         load(AutoModel.from_config(model.config, dtype=torch.bfloat16))
-    wrapped = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(TypeError, match=r"got a PeftModel, .*: peft's is model.merge_and_unload"):
-        load(wrapped)
+    mixed = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=["q_proj"]), mixed=True)
+    with pytest.raises(TypeError, match=r"got a PeftMixedModel, .*: peft's is model.merge_and_unload"):
+        load(mixed)
 
 
 @pytest.mark.parametrize("rename, message", [

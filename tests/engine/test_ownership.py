@@ -10,7 +10,7 @@ from engine_models import bits, build, check_idle, prompts, until
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineClosed, EngineConfig, ModelInUse, SamplingParams, WeightsTorn
-from vexact_engine.runner.decoder import join
+from vexact_engine.runner.projections import join
 from vexact_engine.weights import update as update_module
 from vexact_ops.testing import assert_bitwise
 

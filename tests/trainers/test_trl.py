@@ -209,15 +209,62 @@ def test_the_reference_and_the_tokenizer_are_of_what_model_init_kwargs_name(mode
     trainer.close()
 
 
-def test_adapters_and_load_balancing_losses_are_refused(models, tmp_path):
+LORA = {"r": 4, "target_modules": ["q_proj", "o_proj", "down_proj"], "init_lora_weights": False}
+
+
+@pytest.mark.parametrize("given", ["a config", "an adapted model"])
+@pytest.mark.parametrize("changes", [{"beta": 0.1}, {"bf16": False}], ids=["a reference", "no autocast"])
+def test_adapters_are_trained_and_drawn_from_alike(given, changes, models, tmp_path, monkeypatch):
     from peft import LoraConfig, get_peft_model
 
-    with pytest.raises(ValueError, match=r"vexact_engine\.trl: peft_config: got LoraConfig"):
-        GRPOTrainer("/nowhere", evens, config(tmp_path), train_dataset=data(), peft_config=LoraConfig())
-    model, lora = AutoModelForCausalLM.from_pretrained(models("qwen3")), LoraConfig(target_modules=["q_proj"])
-    adapted = get_peft_model(model, lora)
-    with pytest.raises(TypeError, match=r"vexact_engine\.trl: model: got PeftModel.*, expected a name"):
-        GRPOTrainer(adapted, evens, config(tmp_path), train_dataset=data())
+    model, sent = AutoModelForCausalLM.from_pretrained(models("qwen3"), dtype=torch.bfloat16), []
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if given == "an adapted model":
+        model, more = get_peft_model(model, LoraConfig(**LORA)), {}
+    else:
+        more = {"peft_config": LoraConfig(**LORA)}
+    weights = Generation._weights
+    monkeypatch.setattr(Generation, "_weights", lambda self: sent.append(found := list(weights(self))) or found)
+    trainer = Watched(model, evens, config(tmp_path, **changes), train_dataset=data(), **more)
+    trainer.train()
+    differ, count = trainer.differ()
+    assert differ == 0 and count > 60 and trainer.engine.path == "fused"
+    logs = [log for log in trainer.state.log_history if "sampling/importance_sampling_ratio/min" in log]
+    assert len(logs) == 3
+    for log in logs:
+        assert log["sampling/importance_sampling_ratio/min"] == log["sampling/importance_sampling_ratio/max"] == 1.0
+        assert log["sampling/sampling_logp_difference/max"] == 0 and log["grad_norm"] > 0
+    assert [all("lora_" in name for name, _ in found) for found in sent] == [False, True, True]
+    now = trainer.accelerator.unwrap_model(trainer.model).get_base_model().state_dict()
+    assert all(
+        torch.equal(
+            now[
+                name.replace("_proj.w", "_proj.base_layer.w")
+                if name.replace("_proj.w", "_proj.base_layer.w") in now
+                else name
+            ],
+            tensor,
+        )
+        for name, tensor in before.items()
+    )
+    trainer.close()
+
+
+def test_other_adapters_and_load_balancing_losses_are_refused(models, tmp_path):
+    from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+
+    for refused in IA3Config(), LoraConfig(lora_dropout=0.1):
+        with pytest.raises(ValueError, match=r"vexact_engine\.trl: peft_config: got .*, expected a LoraConfig without"):
+            GRPOTrainer("/nowhere", evens, config(tmp_path), train_dataset=data(), peft_config=refused)
+    model = AutoModelForCausalLM.from_pretrained(models("qwen3"))
+    prompted = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match=r"vexact_engine\.trl: model: got a PeftModelForCausalLM with PROMPT_TUNING"):
+        GRPOTrainer(prompted, evens, config(tmp_path), train_dataset=data())
+    dropping = get_peft_model(AutoModelForCausalLM.from_pretrained(models("qwen3")), LoraConfig(lora_dropout=0.1))
+    with pytest.raises(ValueError, match=r"vexact_engine\.trl: model: its adapters have lora_dropout"):
+        GRPOTrainer(dropping, evens, config(tmp_path), train_dataset=data())
+    with pytest.raises(TypeError, match=r"vexact_engine\.trl: model: got Linear, expected a name"):
+        GRPOTrainer(torch.nn.Linear(2, 2), evens, config(tmp_path), train_dataset=data())
     with pytest.raises(ValueError, match=r"vexact_engine\.trl: router_aux_loss_coef: expected 0\.0"):
         GRPOTrainer(str(models("qwen3_moe")), evens, config(tmp_path), train_dataset=data())
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..runner.batch import Batch
-from ..runner.decoder import Decoder, Weights
+from ..runner.decoder import Decoder
 from ..runner.memory import Memories
+from ..runner.projections import Weights
 from ..runner.ranks import Alone, RankedHead
 from ..weights.cut import Cut, cut, shapes
 

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import vexact_ops as vx
 from vexact_ops.patch import description as d
@@ -20,117 +20,11 @@ from vexact_ops.patch.delta import by_head
 
 from .batch import Batch, rows_of
 from .memory import Caches
+from .projections import Output, Projection, Projections, Weights
 from .ranks import Alone, Columns, Ranks, Tokens, gathered
 
 _ALONE = Alone()
 _FEW = 16  # tokens of a sequence: with more attention waits for what was stored before it
-
-
-@torch.no_grad()
-def join(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor of all their rows; the parameters become views of it. Nothing moves if they are that already."""
-    rows = [p.shape[0] for p in parameters]
-    first, end = parameters[0].detach(), parameters[0].data_ptr()
-    for parameter in parameters:
-        if parameter.data_ptr() != end or not parameter.is_contiguous():
-            break
-        end += parameter.nbytes
-    else:
-        if len({p.untyped_storage().data_ptr() for p in parameters}) == 1:
-            return first.as_strided((sum(rows), *first.shape[1:]), first.stride(), first.storage_offset())
-    joined = torch.cat([p.detach() for p in parameters])
-    for parameter, part in zip(parameters, joined.split(rows)):
-        parameter.data = part
-    return joined
-
-
-class Weights:
-    """A model's tensors by name. Read once: parameters are only ever written in place from then on.
-
-    Weights that are computed together are moved into one storage, each parameter a view of its rows: memory stays what
-    it was, and writing into a parameter is writing into what is computed with.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self._read: set[str] = set()  # and so not to be moved any more
-        self.copied: list[tuple[Tensor, int]] = []  # of which copies are computed with, and their versions then
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._read.add(name)
-        return self._tensors[name].detach()
-
-    def cast(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = self[name]
-        if tensor.dtype != dtype and not tensor.is_inference():
-            self.copied.append((tensor, tensor._version))
-        return tensor.to(dtype)
-
-    @torch.no_grad()
-    def turned(self, name: str) -> Tensor:
-        """Stacked matrices, each transposed, with rows that lie together: the parameter becomes a view of them."""
-        tensor, found = self._tensors[name], self[name].transpose(1, 2)
-        if not found.is_contiguous():
-            tensor.data = found.contiguous().transpose(1, 2)
-        return self[name].transpose(1, 2)
-
-    def maybe(self, name: str | None) -> Tensor | None:
-        return None if name is None else self[name]
-
-    def rows(self, linear: d.Linear) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self[linear.weight], self.maybe(linear.bias)
-        if linear.rows is None:
-            return weight, bias
-        rows = slice(*linear.rows)
-        return weight[rows], None if bias is None else bias[rows]
-
-    def together(self, *linears: d.Linear) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of one product that has the columns of all of them; None where they cannot be one."""
-        names = [linear.weight for linear in linears]
-        biases = [linear.bias for linear in linears]
-        if len(set(names)) == 1 and linears[0].rows is not None:  # parts of one, one after another
-            at = linears[0].rows[0]
-            for linear in linears:
-                if linear.rows != (at, at + linear.features):
-                    return None
-                at += linear.features
-            first = linears[0]
-            return self.rows(d.Linear(first.weight, first.bias, 0, first.inputs, (first.rows[0], at)))
-        whole = all(linear.rows is None for linear in linears)
-        alike = len({b is None for b in biases}) == 1 and len({self._tensors[n].dtype for n in names}) == 1
-        used = {*names, *biases} - {None}
-        tied = len(used) < len([*names, *biases]) - biases.count(None)  # the same parameter twice
-        if not whole or not alike or tied or self._read & used:
-            return None
-        self._read |= used
-        weight = join([self._tensors[name] for name in names])
-        return weight, None if biases[0] is None else join([self._tensors[bias] for bias in biases])
-
-
-class _Projections:
-    """x -> the outputs of some projections of it, as columns of one product where their weights can be one."""
-
-    def __init__(self, weights: Weights, *linears: d.Linear):
-        self.sizes = [linear.features for linear in linears]
-        joined = weights.together(*linears) if len(linears) > 1 else weights.rows(linears[0])
-        self.joined, self.parts = joined, None if joined else [weights.rows(linear) for linear in linears]
-
-    def __call__(self, x: Tensor, ranks: Ranks = _ALONE) -> Sequence[Tensor]:
-        if self.joined is not None:
-            return ranks.project(x, *self.joined).split_with_sizes(self.sizes, 1)
-        return [ranks.project(x, weight, bias) for weight, bias in self.parts]
-
-    def whole(self, x: Tensor, ranks: Ranks = _ALONE) -> Tensor:
-        """The columns side by side."""
-        if self.joined is not None:
-            return ranks.project(x, *self.joined)
-        return torch.cat(self(x, ranks), 1)
-
-    def gated(self, x: Tensor, activation: str, ranks: Ranks) -> Tensor | Columns:
-        """Of gates and ups: silu_mul of them, of all ranks."""
-        if self.joined is not None:
-            return ranks.linear_silu_mul(x, *self.joined, activation)
-        return ranks.later(vx.silu_mul(*self(x), activation=activation))
 
 
 class _RmsNorm:
@@ -192,7 +86,7 @@ def _asked(weights: Weights, part: d.Attention | d.Latent, kv_segment: int | Non
 class _Attention:
     def __init__(self, weights: Weights, part: d.Attention, ranks: Ranks, kv_segment: int | None):
         self.ranks = ranks
-        self.qkv, self.o = _Projections(weights, part.q, part.k, part.v), weights.rows(part.o)
+        self.qkv, self.o = Projections(weights, part.q, part.k, part.v), Output(weights, part.o, ranks)
         self.heads, self.kv_heads, self.dim, self.v_dim = part.heads, part.kv_heads, part.dim, part.v_dim
         self.gated = part.gated
         self.alike = [part.heads, part.kv_heads, part.kv_heads] if part.v_dim == part.dim and not part.gated else None
@@ -253,7 +147,7 @@ class _Attention:
         out = self.ranks.later(out.flatten(1))
         if self.out_norm is not None:
             out = self.out_norm(out)
-        return self.ranks.linear(out, *self.o)
+        return self.o(out)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q_norm, k_norm = self.norms
@@ -281,16 +175,17 @@ class _Latent:
     def __init__(self, weights: Weights, part: d.Latent, ranks: Ranks, kv_segment: int | None):
         self.ranks = ranks
         first = part.q if part.q_a is None else part.q_a
-        self.down = _Projections(weights, first, part.kv_a)
+        self.down = Projections(weights, first, part.kv_a)
         self.q_norm = norm_of(weights, part.q_a_norm)
-        self.q_up = None if part.q_a is None else weights.rows(part.q)
-        self.kv_norm, self.o = norm_of(weights, part.kv_norm), weights.rows(part.o)
+        self.q_up = None if part.q_a is None else Projection(weights, part.q)
+        self.kv_norm, self.o = norm_of(weights, part.kv_norm), Output(weights, part.o, ranks)
         self.heads, self.rank, self.nope, self.v_dim, self.rope = (
             part.heads, part.rank, part.nope, part.v_dim, part.rope,
         )  # fmt: skip
-        self.kv_up, self.absorbed = weights.rows(part.kv_b), part.absorbed
+        self.absorbed = part.absorbed
+        self.kv_up = None if part.absorbed else Projection(weights, part.kv_b)
         if part.absorbed:
-            both = self.kv_up[0].view(part.heads, -1, part.rank)
+            both = weights.rows(part.kv_b)[0].view(part.heads, -1, part.rank)
             self.w_k, w_v = both.split_with_sizes((part.nope, part.v_dim), 1)
             self.w_v = w_v.transpose(1, 2)
         self.asked = _asked(weights, part, kv_segment)
@@ -302,7 +197,7 @@ class _Latent:
         tokens, heads, rank, nope, rope = step.tokens, self.heads, self.rank, self.nope, self.rope
         q, compressed = self.down(x)
         if self.q_up is not None:
-            q = vx.linear(self.q_norm(q), *self.q_up)
+            q = self.q_up(self.q_norm(q))
         q, q_turned = q.view(tokens, heads, nope + rope.dim).split_with_sizes((nope, rope.dim), 2)
         c, k_turned = compressed.split_with_sizes((rank, rope.dim), 1)
         c, k_turned = self.kv_norm(c), k_turned[:, None]
@@ -314,14 +209,14 @@ class _Latent:
             k = torch.cat((c[:, None], k_turned), 2)
             v = k[..., :rank]
         else:
-            k, v = vx.linear(c, *self.kv_up).view(tokens, heads, -1).split_with_sizes((nope, self.v_dim), 2)
+            k, v = self.kv_up(c).view(tokens, heads, -1).split_with_sizes((nope, self.v_dim), 2)
             k = torch.cat((k, k_turned.expand(-1, heads, -1)), 2)
         vx.kv_cache_store(k, v, k_cache, v_cache, slots)
         out = vx.attention_paged(torch.cat((q, q_turned), 2), k_cache, v_cache, *table, **self.asked)
         out = rows_of(out, rows)
         if self.absorbed:
             out = vx.bmm(out.transpose(0, 1), self.w_v).transpose(0, 1)
-        return self.ranks.linear(self.ranks.later(out.flatten(1)), *self.o)
+        return self.o(self.ranks.later(out.flatten(1)))
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -334,12 +229,12 @@ class _GatedDelta:
         self.ranks = ranks
         self.by_head, self.heads = part.z is None, (part.key_heads, part.k_dim, part.v_dim)
         others = [linear for linear in (part.z, part.b, part.a) if linear is not None]
-        self.read, self.doubled = _Projections(weights, *part.qkv, *others), part.doubled
+        self.read, self.doubled = Projections(weights, *part.qkv, *others), part.doubled
         sizes = sum(linear.features for linear in part.qkv), *(linear.features for linear in others)
         self.sizes = sizes if len(part.qkv) > 1 else None
         self.conv = weights[part.conv].squeeze(1), weights.maybe(part.conv_bias)
         self.gates = weights[part.a_log], weights[part.dt_bias]
-        self.norm, self.o = (weights[part.norm.weight], part.norm.eps), weights.rows(part.o)
+        self.norm, self.o = (weights[part.norm.weight], part.norm.eps), Output(weights, part.o, ranks)
 
     def __call__(self, x: Tensor, step: StepParts, *slots: Tensor, rows: Tensor | None = None) -> Tensor | Columns:
         state, taps, *opened = slots
@@ -352,7 +247,7 @@ class _GatedDelta:
         out, z = rows_of(out, rows), rows_of(z, rows)
         weight, eps = self.norm
         out = vx.rmsnorm_gated(out, z.unflatten(1, (-1, self.heads[2])), weight, eps)
-        return self.ranks.linear(self.ranks.later(out.flatten(1)), *self.o)
+        return self.o(self.ranks.later(out.flatten(1)))
 
 
 # Activations that are rounded before what follows: of gates, and without any.
@@ -372,16 +267,16 @@ class _Mlp:
     def __init__(self, weights: Weights, part: d.Mlp, ranks: Ranks):
         self.ranks = ranks
         gated = part.gate is not None
-        self.up = _Projections(weights, part.gate, part.up) if gated else _Projections(weights, part.up)
+        self.up = Projections(weights, part.gate, part.up) if gated else Projections(weights, part.up)
         self.activation, self.gated, self.norm = part.activation, gated, norm_of(weights, part.norm)
-        self.down = weights.rows(part.down)
+        self.down = Output(weights, part.down, ranks)
 
     def __call__(self, x: Tensor) -> Tensor | Columns:
-        return self.ranks.linear(self._inner(x), *self.down)
+        return self.down(self._inner(x))
 
     def columns(self, x: Tensor) -> Tensor:
         """A rank's of the output."""
-        return vx.linear(gathered(self._inner(x)), *self.down)
+        return self.down.own(gathered(self._inner(x)))
 
     def _inner(self, x: Tensor) -> Tensor | Columns:
         if self.gated and self.activation not in _GATES:

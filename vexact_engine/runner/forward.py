@@ -11,7 +11,8 @@ import vexact_ops as vx
 
 from . import memory
 from .batch import Batch, plain, rows_of
-from .decoder import Decoder, Weights
+from .decoder import Decoder
+from .projections import Weights
 from .shapes import max_positions
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,10 @@ from ..config import EngineConfig
 from ..weights.cut import Cut
 from ..weights.mtp import Heads
 from .batch import Batch, rows_of
-from .decoder import Block, StepParts, Weights, factor_of, norm_of
+from .decoder import Block, StepParts, factor_of, norm_of
 from .drafting import DraftRunner
 from .forward import Forward
+from .projections import Weights
 from .ranks import Alone, RankedHead, Ranks, Tokens
 
 _ALONE = Alone()

@@ -30,11 +30,12 @@ from ..progress import Progress, bar, logged
 from . import memory, saver, shapes
 from .batch import Batch
 from .buffers import Body, Buffers, Head, Host, Work, send
-from .decoder import Decoder, Weights
+from .decoder import Decoder
 from .follow import Follow
 from .forward import Forward, forward
 from .memory import Caches
 from .pictures import Gallery
+from .projections import Weights
 from .ranks import Alone, Ranks
 from .record import Graphs
 from .sleep import weights_and_buffers

@@ -23,9 +23,10 @@ from ..core.step import Step
 from ..weights.cut import Cut
 from .batch import Batch
 from .buffers import Work, send
-from .decoder import Decoder, Weights
+from .decoder import Decoder
 from .drafting import DraftRunner
 from .forward import Forward, forward
+from .projections import Weights
 from .ranks import Alone, Group, RankedHead, Ranks
 from .runner import Runner
 from .whole import check_ranks

@@ -12,8 +12,9 @@ import vexact_ops as vx
 from vexact_ops.patch import description as d
 
 from ..weights.cut import Cut, Shard
-from .decoder import Decoder, Weights
+from .decoder import Decoder
 from .forward import Trial, patched_stage
+from .projections import Weights
 from .ranks import RankedHead, Ranks
 
 

@@ -1,10 +1,11 @@
 """What TRL asks of an engine that generates for it, asked of ours."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from vexact_ops.patch import lora
 from vexact_ops.patch.facts import compute_dtypes
 
 from ..config import SamplingParams
@@ -19,22 +20,35 @@ class Generation:
     fields   of SamplingParams, one set for all answers
     seed     of this rank: a draw is a function of it, of how many answers were asked for before, and of its place
     sleeps   the engine gives its memory back between rollouts
+    names    of the engine's tensors; None: all that the trainer has
     """
 
-    def __init__(self, engine: Engine, handle: Any, fields: dict[str, Any], seed: int, sleeps: bool):
+    def __init__(
+        self,
+        engine: Engine,
+        handle: Any,
+        fields: dict[str, Any],
+        seed: int,
+        sleeps: bool,
+        names: Collection[str] | None = None,
+    ):
         self.engine, self._handle, self._fields, self._seed, self._sleeps = engine, handle, fields, seed, sleeps
-        self._asked = 0
+        self._names, self._asked, self._has_all = names, 0, False
 
     def sync_weights(self) -> None:
         """The trainer's weights, as its forward has them, go to the engine."""
         if self.engine.asleep:
             self.engine.wake_up()
         self.engine.update_weights(self._weights(), numerics=self._handle.numerics(self.engine.device))
+        self._has_all = True
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         model: nn.Module = self._handle.model
-        kinds = compute_dtypes(model)
+        kinds, adapters = compute_dtypes(model), lora.adapters(model)
+        alone = adapters and self._has_all and not any(p.requires_grad for p in _others(model, adapters))
         for name, value in model.state_dict().items():
+            if (alone and name not in adapters) or (name in adapters and name not in self._names):
+                continue  # TRL's reference is an adapter of its own
             tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
             yield name, tensor.to(kinds.get(name, tensor.dtype))
 
@@ -54,3 +68,7 @@ class Generation:
         if self._sleeps:
             self.engine.sleep()
         return None, [c.token_ids for c in done], [[[value] for value in c.logprobs] for c in done], None
+
+
+def _others(model: nn.Module, adapters: set[str]) -> Iterator[nn.Parameter]:
+    return (parameter for name, parameter in model.named_parameters() if name not in adapters)

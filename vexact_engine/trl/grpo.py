@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
 
 import vexact_ops as vx
+from vexact_ops.patch import lora
 
 from ..config import EngineConfig, SamplingParams
 from ..engine import Engine
@@ -22,6 +23,10 @@ try:
 except ModuleNotFoundError as error:
     line = pip_line("trl")
     raise ModuleNotFoundError(f"vexact_engine.trl: not installed: {error.name}. Run: {line}") from error
+try:
+    import peft
+except ModuleNotFoundError:
+    peft = None
 
 # What generation_kwargs may name, as SamplingParams does: what leaves an answer's log-probabilities the model's own
 _DRAWN = ("top_p", "top_k", "min_p")
@@ -35,16 +40,19 @@ class GRPOTrainer(trl.GRPOTrainer):
     =False`), with the forward that they need.
 
     model          a name on the Hub or a directory, then loaded in bfloat16 unless `args.model_init_kwargs` names a
-                   dtype; or a loaded causal language model, patched here. Each process has an engine with a copy of it
+                   dtype; or a loaded causal language model, patched here, with LoRA's adapters where it has some. Each
+                   process has an engine with a copy of it
     args           a GRPOConfig. `use_vllm` stays False; what it says of memory and length holds for this engine:
                    `vllm_gpu_memory_utilization`, `vllm_max_model_length`, `vllm_enable_sleep_mode`
     engine_config  None: made of those. What of it is part of the numerics (kv_segment, latent_attention, longrope) the
                    trainer's model and its reference have too
-    raises         ValueError names what would have other bits, or what the engine does not do: PEFT, Liger, an fp32
-                   head, repetition penalties, noise in embeddings, load balancing losses, DeepSpeed, another generator,
-                   quantised weights, fp16 by autocast, an evaluation in another dtype, images, Inductor without its
-                   emulate_precision_casts; or a name in `args.generation_kwargs` that is none of GENERATION. TypeError
-                   for another model, an adapted one among them. UnsupportedModule, see vexact_ops.patch.hf
+    peft_config    a LoraConfig. The engine too computes adapters unmerged; where nothing else is trained, they alone
+                   are handed over from the second step on
+    raises         ValueError names what would have other bits, or what the engine does not do: adapters but LoRA's,
+                   their dropout, Liger, an fp32 head, repetition penalties, noise in embeddings, load balancing losses,
+                   DeepSpeed, another generator, quantised weights, fp16 by autocast, an evaluation in another dtype,
+                   images, Inductor without its emulate_precision_casts; or a name in `args.generation_kwargs` that is
+                   none of GENERATION. TypeError for another model. UnsupportedModule, see vexact_ops.patch.hf
 
     All else is TRL's, and its own arguments go on to it. Seeds of draws are functions of `args.seed`.
     """
@@ -60,9 +68,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     ):
         args = trl.GRPOConfig("trainer_output") if args is None else copy.copy(args)
         _refuse(args, kwargs)
-        if not isinstance(model, PreTrainedModel):
+        if not isinstance(lora.base_of(model, "vexact_engine.trl: model"), PreTrainedModel):
             if not isinstance(model, str | os.PathLike):
-                expected = "a name, a directory or a PreTrainedModel (adapters are computed unmerged here alone)"
+                expected = "a name, a directory or a PreTrainedModel, or one that PEFT has put adapters on"
                 raise TypeError(f"vexact_engine.trl: model: got {type(model).__name__}, expected {expected}")
             # TRL makes the reference and reward models of the same, from args
             given = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -71,25 +79,33 @@ class GRPOTrainer(trl.GRPOTrainer):
                 sides = {"truncation_side": "left", "padding_side": "left"}
                 kwargs["processing_class"] = AutoProcessor.from_pretrained(model, **options, **sides)
             model = AutoModelForCausalLM.from_pretrained(model, **{"dtype": torch.bfloat16, **given})
+        if _drops(model) and not args.disable_dropout:
+            raise ValueError("vexact_engine.trl: model: its adapters have lora_dropout, expected none")
         config = engine_config or EngineConfig(
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             max_model_len=args.vllm_max_model_length,
             show_progress=False,
         )
         whole = copy.deepcopy(model).requires_grad_(False).eval()  # the engine's; a patched model has no copies
-        self._handle = vx.patch.hf(model, **config.patch_options)
+        adapted = kwargs.get("peft_config") is not None or lora.base_of(model) is not model
+        if not adapted:
+            self._handle = vx.patch.hf(model, **config.patch_options)
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
+        if adapted:  # TRL may have put some on
+            self._handle = _patched(lora.base_of(self.accelerator.unwrap_model(self.model)), config)
         if self.aux_loss_enabled:
             raise ValueError("vexact_engine.trl: router_aux_loss_coef: expected 0.0: aligned routers have no such loss")
         _refuse_compiler(self.accelerator.state.dynamo_plugin)
         self._patch_reference(config)
+        whole = self._adapted(whole, kwargs.get("peft_config"))
         fields = self._sampling(args)
         device, tokenizer = self.accelerator.device, self._tokenizer if fields.get("stop") else False
         self.engine = Engine.from_pretrained(whole, device=device, config=config, tokenizer=tokenizer)
         seed = derive_seed(args.seed, self.accelerator.process_index) % 2**64
         # From here on TRL asks as it would ask vLLM.
         self.use_vllm, self.vllm_mode, self._last_loaded_step = True, "vexact", -1
-        self.vllm_generation = Generation(self.engine, self._handle, fields, seed, args.vllm_enable_sleep_mode)
+        sleeps, names = args.vllm_enable_sleep_mode, whole.state_dict().keys()
+        self.vllm_generation = Generation(self.engine, self._handle, fields, seed, sleeps, names)
 
     def _sampling(self, args: "trl.GRPOConfig") -> dict[str, Any]:
         fields = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
@@ -99,14 +115,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         fields["stop_token_ids"] = ids if fields.get("ignore_eos") else (*self.eos_token_ids, *ids)
         return fields
 
+    def _adapted(self, whole: PreTrainedModel, asked: Any) -> PreTrainedModel:
+        """The engine's model, with adapters as the trainer's are."""
+        if asked is not None:
+            whole = peft.get_peft_model(whole, copy.deepcopy(asked))
+        return lora.base_of(whole).requires_grad_(False).eval()
+
     def _patch_reference(self, config: EngineConfig) -> None:
         """The reference's log-probabilities are of the same ops: their difference from an equal policy's is 0."""
         if self.ref_model is None:
             return
         reference = self.accelerator.unwrap_model(self.ref_model, keep_fp32_wrapper=False)
-        reference.__dict__.pop("forward", None)  # TRL's head over it
         reference.to(self._handle.model.dtype)
-        self._reference, self.ref_model = vx.patch.hf(reference, **config.patch_options), reference
+        self._reference, self.ref_model = _patched(reference, config), reference
 
     def close(self) -> None:
         """Ends the engine; the trainer generates no more. Again does nothing."""
@@ -153,10 +174,28 @@ def _refuse_compiler(plugin: Any) -> None:
         )
 
 
+def _patched(model: PreTrainedModel, config: EngineConfig) -> Any:
+    model.__dict__.pop("forward", None)  # TRL's head over it
+    return vx.patch.hf(model, **config.patch_options)
+
+
+def _is_other_than_lora(asked: Any, args: "trl.GRPOConfig") -> bool:
+    if asked is None:
+        return False
+    return (
+        peft is None or not isinstance(asked, peft.LoraConfig) or (asked.lora_dropout > 0 and not args.disable_dropout)
+    )
+
+
+def _drops(model: torch.nn.Module) -> bool:
+    """Whether an adapter does, in training: no rollout has that."""
+    return any(getattr(module, "p", 0) > 0 for name, module in model.named_modules() if ".lora_dropout." in name)
+
+
 def _refuse(args: "trl.GRPOConfig", kwargs: dict[str, Any]) -> None:
     """ValueError names what is asked for and cannot be had, before anything is loaded."""
     wrong = {
-        "peft_config": kwargs.get("peft_config") is not None and "None: adapters are computed unmerged here alone",
+        "peft_config": _is_other_than_lora(kwargs.get("peft_config"), args) and "a LoraConfig without lora_dropout",
         "use_vllm": args.use_vllm and "False: the engine generates",
         "use_transformers_continuous_batching": args.use_transformers_continuous_batching
         and "False: the engine generates",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vexact_ops.patch import WITH_IMAGES, kept_in_fp32, score_head
+from vexact_ops.patch import WITH_IMAGES, kept_in_fp32, lora, score_head
 
 from .config import auto_class, explain, quiet, read_config
 from .conversion import fit
@@ -75,7 +75,7 @@ def load(
 
     source      a directory with config.json and safetensors (one file, or shards and their index); a GGUF file, or a
                 directory that holds one and no config.json; the name of a model on the Hub; or a loaded Hugging Face
-                causal model, which is taken as it is
+                causal model, which is taken as it is, with LoRA's adapters where PEFT has put them on it
     device      where it is to be; a loaded model must be there already. None: where a loaded model is, else the GPU if
                 there is one
     dtype       "bfloat16", "float32" or, on a GPU, "float16"; None: bfloat16, or what a loaded model has
@@ -183,7 +183,7 @@ def as_dtype(dtype: str | torch.dtype, device: str | torch.device = "cpu") -> to
 
 
 def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dtype | None) -> torch.nn.Module:
-    name = type(model).__name__
+    name, model = type(model).__name__, lora.base_of(model, "weights: source")
     if what := _wrapper(model):
         raise TypeError(f"weights: source: got a {name}, expected the model itself: {what}")
     if getattr(model, "config", None) is None or not hasattr(model, "get_output_embeddings"):
@@ -195,7 +195,8 @@ def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dty
             f"weights: source: {some(sharded)}: shards of a parallel {name} (DTensor), expected whole tensors: an "
             "engine owns its weights; give it a model of its own, and these by update_weights (full_tensor())"
         )
-    wide = kept_in_fp32(model)  # may be fp32 whatever the rest is, as from_pretrained has them
+    # What may be fp32 whatever the rest is, as from_pretrained has it, and PEFT its adapters.
+    wide = {*kept_in_fp32(model), *lora.adapters(model)}
     dtypes = {p.dtype for n, p in model.named_parameters() if n not in wide or p.dtype != torch.float32}
     expected = {dtype} if dtype is not None else set(served(device).values())
     if len(dtypes) != 1 or not dtypes <= expected:

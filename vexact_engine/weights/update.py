@@ -9,13 +9,14 @@ import functools
 import math
 from bisect import bisect, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vexact_ops import same_bits
+from vexact_ops.patch import lora
 
 from .directory import some
 from .experts import aliases, expert_views
@@ -98,24 +99,29 @@ class Places:
     views     name of one expert's tensor -> the name of the stacked one, and the view of it there (experts.py)
     old       old names of whole parameters -> their names now
     optional  names that an update brings all of or none: those of a model that drafts
+    beneath   likewise, where the model has adapters (LoRA): those of all else
     """
 
     targets: dict[str, Tensor]
     views: dict[str, tuple[str, Tensor]]
     old: dict[str, str]
     optional: frozenset[str] = frozenset()
+    beneath: frozenset[str] = frozenset()
     spare: dict[str, object] = field(default_factory=dict)  # of whoever computes: what was made of a copy's memory
 
     @classmethod
     def of(cls, model: torch.nn.Module, draft: "Draft | None" = None) -> "Places":
         own = cls(targets(model), expert_views(model), aliases(model))
+        if adapters := lora.adapters(model):
+            own = replace(own, beneath=frozenset((own.targets.keys() | own.views.keys()) - adapters))
         if draft is None:
             return own
         drafts, before = cls.of(draft.module), draft.prefix
         found = {before + name: tensor for name, tensor in drafts.targets.items()}
         views = {before + name: (before + stacked, view) for name, (stacked, view) in drafts.views.items()}
         old = {before + name: before + now for name, now in drafts.old.items()}
-        return cls(own.targets | found, own.views | views, own.old | old, frozenset(found.keys() | views.keys()))
+        drafting = frozenset(found.keys() | views.keys())
+        return cls(own.targets | found, own.views | views, own.old | old, drafting, own.beneath)
 
     @functools.cached_property
     def passed(self) -> tuple[str, ...]:
@@ -126,7 +132,7 @@ class Places:
         """Those that are not on meta: of a process that holds a few layers."""
         here = {name: tensor for name, tensor in self.targets.items() if not tensor.is_meta}
         views = {name: where for name, where in self.views.items() if where[0] in here}
-        return Places(here, views, self.old, self.optional)
+        return replace(self, targets=here, views=views, spare={})
 
     def every(self) -> dict[str, Tensor]:
         """By all names that may be given, single experts' and old ones among them."""
@@ -151,7 +157,7 @@ class Places:
             whole, copied = self.targets[stacked], made[id(self.targets[stacked])]
             offset = view.storage_offset() - whole.storage_offset() + copied.storage_offset()
             views[name] = stacked, copied.as_strided(view.shape, view.stride(), offset)
-        return Places({name: made[id(t)] for name, t in self.targets.items()}, views, self.old, self.optional)
+        return replace(self, targets={n: made[id(t)] for n, t in self.targets.items()}, views=views, spare={})
 
     def memory(self) -> set[tuple]:
         return {_memory(tensor) for tensor in self.targets.values()}
@@ -332,7 +338,7 @@ class Update:
         if cut:
             raise ValueError(f"update_weights: came in part only: {some(cut)}")
         empty = {n for n, t in self.places.targets.items() if not t.numel() and n not in self._parts}
-        empty -= self.places.optional
+        empty -= self.places.optional | self.places.beneath
         if self._announced is None:
             _check_names(self.places, self._came.keys() | empty)
         elif left := self._announced - self._came.keys() - empty:
@@ -376,8 +382,9 @@ def _unrepeated(places: Places, pairs: list[tuple[str, object]]) -> dict[str, ob
 def _check_names(places: Places, given: Set[str]) -> None:
     """ValueError unless they are all that there are."""
     wanted, views = places.targets, places.views
-    if not given & places.optional:
-        wanted, views = ({n: v for n, v in d.items() if n not in places.optional} for d in (wanted, views))
+    for group in (places.optional, places.beneath):
+        if not given & group:
+            wanted, views = ({n: v for n, v in d.items() if n not in group} for d in (wanted, views))
     twice = {name for name in given & views.keys() if views[name][0] in given}
     if twice:
         raise ValueError(f"update_weights: repeated: {some(twice)}, beside the stacked {views[min(twice)][0]}")

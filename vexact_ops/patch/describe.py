@@ -8,6 +8,7 @@ from ..fused_moe import swiglu
 from ..rmsnorm.op import STYLES
 from ..silu_mul.op import ACTIVATIONS
 from .description import (
+    Adapter,
     Attention,
     Block,
     Decoder,
@@ -116,19 +117,42 @@ class _Reader:
         """A projection, or a part of one, and what is projected."""
         rows = None
         if value.op == "slice":
-            value, dim, first, end, step = value.args
-            if value.op == "linear" and (dim, step) == (-1, 1) and value.shape[-1] == value.args[1].shape[0]:
-                rows = first, end
+            whole, dim, first, end, step = value.args
+            of = self.adapted(whole)[0]
+            if of.op == "linear" and (dim, step) == (-1, 1) and whole.shape[-1] == of.args[1].shape[0]:
+                value, rows = whole, (first, end)
+        value, adapters = self.adapted(value)
         if value.op != "linear":
             raise _refuse(where, value)
         x, weight, bias, out_dtype, _ = value.args
         if dtype and out_dtype != x.dtype:
             raise _refuse(where, value)
+        found = []
+        for down, up, scale in adapters:
+            read = down.args[0]
+            if (read.args[0] if read.op == "to" and read is not x else read) is not x:
+                raise _refuse(f"{where}: another input of an adapter", read)
+            found.append(Adapter(self.name(down.args[1], where), self.name(up.args[1], where), scale))
         bias = None if bias is None else self.name(bias, where)
-        features, inputs = weight.shape
-        if rows is not None:
-            features = rows[1] - rows[0]
-        return Linear(self.name(weight, where), bias, features, inputs, rows), x
+        linear = Linear(self.name(weight, where), bias, *weight.shape, adapters=tuple(found))
+        return linear if rows is None else linear.part(*rows), x
+
+    def adapted(self, value: Value) -> tuple[Value, list[tuple[Value, Value, float]]]:
+        """What adapters' products are added to, and of each the two products and its number; of others themselves."""
+        found, of = [], value.args[0] if value.op == "to" and value.args[0].op == "add" else value
+        while of.op == "add" and len(of.args) == 2 and (adapter := self.adapter(of.args[1])) is not None:
+            found.append(adapter)
+            of = of.args[0]
+        return (of, found[::-1]) if found and of.dtype == value.dtype else (value, [])
+
+    def adapter(self, value: object) -> tuple[Value, Value, float] | None:
+        if not isinstance(value, Value) or value.op != "mul" or not isinstance(value.args[1], int | float):
+            return None
+        up, scale = value.args
+        if up.op != "linear" or up.args[0].op != "linear" or not up.dtype == up.args[0].dtype == value.dtype:
+            return None
+        down = up.args[0]
+        return (down, up, float(scale)) if up.args[2] is down.args[2] is None else None
 
     def rope(self, call: Value, apart: bool, where: str) -> Rope:
         _, _, cos, sin, interleaved, transpose, _ = call.args
@@ -163,8 +187,9 @@ class _Reader:
         return Block(part, before, after, factor)
 
     def part(self, value: Value, where: str):
-        if value.op == "linear":
-            inner, inside = self.normed(value.args[0], where)
+        of, _ = self.adapted(value)
+        if of.op == "linear":
+            inner, inside = self.normed(of.args[0], where)
             if inside.op == "attention_varlen":
                 o, _ = self.linear(value, where)
                 return self.attention(inside, o, inner, where)
@@ -195,7 +220,7 @@ class _Reader:
                 half = both.features // 2
                 if both.rows is not None:
                     raise _refuse(where, gate)
-                parts = [Linear(both.weight, both.bias, half, both.inputs, (i * half, (i + 1) * half)) for i in (0, 1)]
+                parts = [both.part(i * half, (i + 1) * half) for i in (0, 1)]
                 return Mlp(*parts, down, activation, norm), x
         elif inner.op == "gelu":
             up, tanh, _ = inner.args

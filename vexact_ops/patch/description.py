@@ -35,14 +35,31 @@ class NotDescribed(ValueError):
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """LoRA's: scale * (x @ down.T) @ up.T, rounded at each product, at the scale and at the sum with what is there."""
+
+    down: str
+    up: str
+    scale: float
+
+
+@dataclass(frozen=True)
 class Linear:
-    """x @ weight.T + bias, of these rows of the weight and bias (all: None); weights are (features, of) as used."""
+    """x @ weight.T + bias, of these rows of the weight and bias (all: None); weights are (features, of) as used.
+
+    adapters  added one after another, of the same rows; their sums are in the wider of the two dtypes, rounded once
+    """
 
     weight: str
     bias: str | None
     features: int
     inputs: int
     rows: tuple[int, int] | None = None
+    adapters: tuple[Adapter, ...] = ()
+
+    def part(self, first: int, end: int) -> "Linear":
+        """Of a whole one, these rows."""
+        return dataclasses.replace(self, features=end - first, rows=(first, end))
 
 
 @dataclass(frozen=True)
@@ -435,8 +452,8 @@ class Decoder:
 
 # Fields that name a parameter or buffer.
 NAMES = (
-    "weight", "bias", "buffer", "inv_freq", "sinks", "gate_up", "down", "gate_up_bias", "down_bias", "conv",
-    "conv_bias", "a_log", "dt_bias",
+    "weight", "bias", "buffer", "inv_freq", "sinks", "gate_up", "down", "up", "gate_up_bias", "down_bias",
+    "conv", "conv_bias", "a_log", "dt_bias",
 )  # fmt: skip
 
 

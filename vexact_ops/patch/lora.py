@@ -20,18 +20,28 @@ def is_peft(module: nn.Module) -> bool:
     return type(module).__module__.startswith("peft.")
 
 
-def base_of(model: nn.Module) -> nn.Module:
-    """The model inside PEFT's wrapper, or the model itself."""
+def base_of(model: nn.Module, asked: str = "patch.hf: model") -> nn.Module:
+    """The model inside PEFT's wrapper, or the model itself. ValueError where it is no wrapper of LoRA's."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return model
     config = model.active_peft_config
     if config.is_prompt_learning:
         raise ValueError(
-            f"patch.hf: model: got a {type(model).__name__} with {config.peft_type.value}, which puts states of its "
+            f"{asked}: got a {type(model).__name__} with {config.peft_type.value}, which puts states of its "
             "own before the prompt: LoRA is what is covered"
         )
     return model.get_base_model()
+
+
+def adapters(model: nn.Module) -> set[str]:
+    """Names of parameters that are adapters', as the model has them."""
+    found = set()
+    for path, module in model.named_modules():
+        if is_peft(module) and _base_layer(module) is not None:
+            own = (name for name, _ in module.named_parameters() if not name.startswith("base_layer."))
+            found |= {f"{path}.{name}" for name in own}
+    return found
 
 
 def is_saved(module: nn.Module) -> bool:
