@@ -41,7 +41,7 @@ class Weights:
     items      of the trainer's masters
     computes   of each parameter and buffer the dtype that its forward has it in. They are rounded to that, to nearest
                even, as FSDP2 casts its masters
-    of         called once they are through with the step that they are of, where that is known: see check.py
+    of         called once they are through, with the step that they are of; None: that of the last ones: see check.py
     held       the masters by name as they lie on this rank, DTensors and buffers, on all ranks in the same order;
                None where these are not all of them together
     raises     RuntimeError on a name that is neither's

@@ -207,6 +207,7 @@ class Server:
         self._shut = self._rejecting = False
         self._turned = asyncio.Event()
         self._steps: dict[int, int] = {}  # the engine's weight_version -> verl's global_steps
+        self._named: int | None = None  # the last of these
         # full_determinism's: of this step, by what was asked, how often it was; and the seeds of aborted calls, by what
         # whoever goes on with them will ask
         self._step: object = None
@@ -444,9 +445,11 @@ class Server:
             self._receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, self.handover["timeout"]))
         return await asyncio.shield(self._receiving)
 
-    async def set_global_steps(self, global_steps: int) -> None:
-        """What the weights that are there now are called."""
-        self._steps[self.engine.weight_version] = global_steps
+    async def set_global_steps(self, global_steps: int | None) -> None:
+        """What the weights that are there now are called; None: as those before, which have come once more."""
+        self._named = self._named if global_steps is None else global_steps
+        if self._named is not None:
+            self._steps[self.engine.weight_version] = self._named
 
     async def start_profile(self, **kwargs) -> None:
         self._profiler.start(**kwargs)
