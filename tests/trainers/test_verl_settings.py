@@ -79,3 +79,36 @@ def test_more_images_than_the_limit_and_a_served_name(path):
             found.call(found.server.generate(PROMPT, VERLS, "r", image_data=[object()]))
         assert found.server.http.settings.max_images == 1
         assert {str(path), "my/policy", "policy"} <= set(found.server.http.settings.model_names)
+
+
+def test_temperatures_that_the_trainer_does_not_know(path, caplog):
+    """An agent loop's own, once each; a reward model's answers are not trained on."""
+    where = "++actor_rollout_ref.rollout"
+    with Running(path, f"{where}.temperature=0.7", f"{where}.val_kwargs.temperature=0.5") as found:
+        for temperature in (0.7, 0.5, 1.25, 1.25):
+            found.generate(temperature=temperature)
+        found.generate(temperature=2.0, logprobs=False)
+    said = "temperature: got 1.25, but the trainer divides logits by rollout.temperature, 0.7: it has other"
+    assert [said in line for line in caplog.messages if "the trainer divides" in line] == [True]
+    caplog.clear()
+    with Running(path, f"{where}.temperature=0.7", mode="COLOCATED") as found:
+        found.generate(temperature=1.25)
+    assert "the trainer divides" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "sampled, temperature, said",
+    [
+        (False, 0.6, "do_sample: got False, but its temperature is what counts: validation draws at 0.6"),
+        (True, 0, "do_sample: got True, but its temperature is what counts: validation takes the likeliest"),
+        (False, 0, None),
+        (True, 0.6, None),
+    ],
+)
+def test_how_validation_draws(sampled, temperature, said, caplog):
+    from verl.workers.config.rollout import SamplingConfig
+
+    from vexact_engine.verl.server import say_how_validation_draws
+
+    say_how_validation_draws(SamplingConfig(do_sample=sampled, temperature=temperature))
+    assert said in caplog.text if said else not caplog.text

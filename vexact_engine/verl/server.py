@@ -175,6 +175,14 @@ def say_what_a_wake_up_costs(sleep_backend: str, device: str, eager: bool) -> No
         log.warning(said, why, extras.pip_line("sleep"))
 
 
+def say_how_validation_draws(drawn: Any) -> None:
+    """Of rollout.val_kwargs whose do_sample, which verl 0.9.1 reads nowhere, says another thing: a warning."""
+    if drawn.do_sample != (drawn.temperature > 0):
+        how = "draws" if drawn.temperature > 0 else "takes the likeliest tokens"
+        said = "vexact: rollout.val_kwargs.do_sample: got %s, but its temperature is what counts: validation %s at %s"
+        log.warning(said, drawn.do_sample, how, drawn.temperature)
+
+
 class Server:
     """One engine. verl's signatures; all calls share one event loop. On a replica of several nodes it is on the first
     of them.
@@ -195,6 +203,9 @@ class Server:
         if nodes is not None:
             self.options = replace(self.options, nodes=len(nodes))
         self.rollout_mode, self.engine = rollout_mode, None
+        self._known = {self.config.temperature, self.config.val_kwargs.temperature}  # temperatures, or said
+        if rollout_mode == RolloutMode.HYBRID:
+            say_how_validation_draws(self.config.val_kwargs)
         given = self.model_config
         told = self.config.prometheus.served_model_name or given.path
         called = (given.path, given.local_path, os.path.basename(given.path), told, os.path.basename(told))
@@ -295,6 +306,8 @@ class Server:
         shown = ()
         wants_logprobs, teaches = bool(asked.pop("logprobs", False)), asked.pop("prompt_logprobs", None)
         params = self._params(asked, len(ids), request_id)
+        if wants_logprobs:
+            self._say_temperature(params.temperature)
         if teaches is not None:
             params = replace(params, prompt_logprobs=True, num_prompt_top_logprobs=teaches)
         while self._shut and not self._rejecting:
@@ -317,6 +330,15 @@ class Server:
             token_ids=done.token_ids, log_probs=done.logprobs if wants_logprobs else None, extra_fields=extra,
             stop_reason="aborted" if aborted else "completed", num_preempted=done.metrics.preemptions,
         )  # fmt: skip
+
+    def _say_temperature(self, asked: float) -> None:
+        """Of an agent loop's own, once: the trainer knows that of the config alone."""
+        if asked in self._known or self.rollout_mode == RolloutMode.COLOCATED:
+            return
+        self._known.add(asked)
+        said = "vexact: sampling_params: temperature: got %s, but the trainer divides logits by rollout.temperature, "
+        said += "%s: it has other log-probabilities of these answers"
+        log.warning(said, asked, self.config.temperature)
 
     async def _run(self, prompts: list, params: SamplingParams, request_id: str) -> list[Completion]:
         """Known to those who abort, from here to the end."""
