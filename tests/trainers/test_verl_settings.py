@@ -4,7 +4,10 @@ import pytest
 
 from vexact_engine.verl.server import engine_options
 
+from .rollout_trainer import rollout_config
 from .test_verl_rollout import PROMPT, VERLS, Running, configs
+
+ORDERED = ("path=pkg://vexact_engine.verl.sampler", "name=Ordered")
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +115,27 @@ def test_how_validation_draws(sampled, temperature, said, caplog):
 
     say_how_validation_draws(SamplingConfig(do_sample=sampled, temperature=temperature))
     assert said in caplog.text if said else not caplog.text
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        (None, None),
+        ("++algorithm.filter_groups={enable:true,metric:reward}", "filter_groups.enable: got True, expected False"),
+        ("++trainer.v1.sampler.sync_refill_failed_groups=true", "sync_refill_failed_groups: got True, expected False"),
+        ("trainer.v1.trainer_mode=colocate_async", "trainer_mode: got colocate_async, expected sync"),
+    ],
+)
+def test_what_the_ordered_sampler_would_leave_out(path, override, said):
+    """Made as verl's trainer makes it, which hands a custom sampler none of these."""
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    ours = [f"trainer.v1.sampler.custom_sampler.{option}" for option in ORDERED]
+    trainer = PPOTrainerSync.__new__(PPOTrainerSync)
+    trainer.config = rollout_config(path, *ours, *([override] if override else []))
+    trainer.trainer_mode = trainer.config.trainer.v1.trainer_mode
+    if said is None:
+        assert type(trainer._build_replay_buffer()).__name__ == "Ordered"
+    else:
+        with pytest.raises(ValueError, match=said):
+            trainer._build_replay_buffer()
