@@ -67,6 +67,10 @@ REFUSED = {
         "vexact: actor.fsdp_config.mixed_precision.param_dtype: the trainer computes in float32, but rollout.dtype is "
         "bfloat16",
     ),
+    "said-twice": (
+        {"model_config": {"override_config": {"rope_theta": 1e6}}},
+        "vexact: model.override_config: rope_theta: got 1000000.0 beside rope_parameters, where it is 10000.0",
+    ),
     "another-epsilon": (
         {"model_config": {"override_config": {"rms_norm_eps": 1e-3}}, "handed_over": True},
         "weights: refused: numerics: model.layers.blocks.0.part.q_norm.eps: the trainer has 0.001, the engine 1e-06",
@@ -233,6 +237,7 @@ def veomni(folders, rollouts, tmp_path_factory):
         made("ulysses", engine={"ulysses_parallel_size": 3}, refused=True),
         made("whole", engine={"ulysses_parallel_size": 2}, refused=True, model_config=WHOLE["model_config"]),
         made("override", refused=True, model_config={"override_config": {"rms_norm_eps": 1e-2}}),
+        made("quantised", refused=True, engine={"qat_implementation": "fp8_blockwise"}),
     ]
     return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
 
@@ -416,6 +421,7 @@ def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
     assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 3, expected a divisor of")
     assert veomni["override"].error.startswith("override_config.rms_norm_eps: got 0.01, but ")
     assert veomni["whole"].error.startswith("whole_gradients: got True with strategy=veomni, expected fsdp2")
+    assert veomni["quantised"].error.startswith("qat_implementation: got fp8_blockwise, expected none")
 
 
 @pytest.mark.parametrize("name", [*(f"{family}-shared" for family in SHARED), "experts-apart-shared"])

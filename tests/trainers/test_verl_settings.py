@@ -118,6 +118,33 @@ def test_how_validation_draws(sampled, temperature, said, caplog):
 
 
 @pytest.mark.parametrize(
+    "asked, said",
+    [
+        ({"rope_theta": 1e6}, "override_config: rope_theta: got 1000000.0 beside rope_parameters, where it is 10000.0"),
+        (
+            {"model_config": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}},
+            "override_config: use_sliding_window: got True beside layer_types",
+        ),
+    ],
+)
+def test_overrides_that_say_it_twice(path, asked, said):
+    """transformers reads the other one of the two."""
+    given = [f"+actor_rollout_ref.model.override_config={asked}".replace("'", "")]
+    with pytest.raises(ValueError, match=said), Running(path, *given, load_format="dummy"):
+        pass
+
+
+def test_overrides_that_nobody_reads(path):
+    from verl.workers.config import HFModelConfig
+
+    from vexact_engine.verl import check_overrides
+
+    asked = {"rms_norm_epsilon": 1e-2, "rms_norm_eps": 1e-2, "sliding_window": None, "attn_implementation": "sdpa"}
+    assert check_overrides(HFModelConfig(path=str(path), override_config=asked)) == ["rms_norm_epsilon"]
+    assert check_overrides(HFModelConfig(path=str(path))) == []
+
+
+@pytest.mark.parametrize(
     "override, said",
     [
         (None, None),

@@ -31,7 +31,7 @@ from transformers import AutoConfig
 import vexact_ops as vx
 from vexact_ops.patch.facts import compute_dtypes
 
-from . import check_options, check_versions, declared_options, overridden, wants_whole_gradients
+from . import check_options, check_overrides, check_versions, declared_options, overridden, wants_whole_gradients
 
 check_versions()
 
@@ -269,6 +269,7 @@ def refuse(model_config, engine_config) -> None:
         )
     if model_config.mtp.enable and model_config.mtp.enable_train:
         raise NotImplementedError("mtp.enable_train: got True, expected False: of a model the layers alone are trained")
+    check_overrides(model_config)
     if engine_config.strategy == "veomni":
         _refuse_overrides(model_config)
     if model_config.use_liger:
@@ -290,6 +291,8 @@ def refuse(model_config, engine_config) -> None:
     qat = getattr(engine_config, "qat", None)
     if qat is not None and qat.enable:
         raise NotImplementedError("qat.enable: got True, expected False: quantised weights are not aligned")
+    if (kind := getattr(engine_config, "qat_implementation", "none")) != "none":
+        raise NotImplementedError(f"qat_implementation: got {kind}, expected none: quantised weights are not aligned")
     replay = getattr(engine_config, "router_replay", None)
     if replay is not None and replay.mode != "disabled":
         raise NotImplementedError(

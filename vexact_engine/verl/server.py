@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from . import check_versions, overridden
+from . import check_overrides, check_versions, overridden
 
 check_versions()
 import numpy as np
@@ -199,6 +199,9 @@ class Server:
         self.config: RolloutConfig = omega_conf_to_dataclass(config)
         self.model_config: HFModelConfig = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
         self.options, self.handover = engine_options(self.config)
+        for name in check_overrides(self.model_config):
+            kind = self.model_config.hf_config.model_type
+            log.warning("vexact: model.override_config.%s: no configuration of %s has it: nobody reads it", name, kind)
         self.nodes = nodes
         if nodes is not None:
             self.options = replace(self.options, nodes=len(nodes))
