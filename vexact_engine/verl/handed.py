@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+import vexact_ops as vx
+
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
@@ -32,6 +34,19 @@ class About(msgspec.Struct, frozen=True):
             raise ValueError(
                 f"vexact: {self.setting}: the trainer computes in {self.dtype}, but rollout.dtype is {other}: their "
                 "log-probabilities would differ. Set both alike"
+            )
+
+    def refuse_reference(self, other: "About") -> None:
+        """raises ValueError where this actor's reference policy would compute otherwise than it does"""
+        differ = vx.numerics_difference(self.numerics, other.numerics, forward=True)
+        found = [f"{where}: the actor has {a!r}, it {b!r}" for where, (a, b) in differ.items()]
+        if self.dtype != other.dtype:
+            setting = other.setting.replace("actor.", "ref.", 1)
+            found = [f"{setting}: the actor computes in {self.dtype}, it in {other.dtype}"]
+        if found:
+            raise ValueError(
+                f"vexact: the reference policy: {'; '.join(found)}: its log-probabilities would differ from the "
+                "actor's before any step. Set both alike"
             )
 
 
