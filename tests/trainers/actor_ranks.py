@@ -7,7 +7,7 @@ import functools
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Job:
     group: int = 0  # ranks that send to their replicas together; none said: of each replica
     node: int = 8  # GPUs of a node
     shards: str = ""  # engine_kwargs.vexact.shards
+    reference: dict[str, Any] | None = None  # of its engine's config: a reference policy, made before as verl makes it
 
     @property
     def ulysses(self) -> int:
@@ -221,8 +222,16 @@ def do(job: Job) -> Result:
     kept = configs(job)
     for name, value in job.set_in_code.items():
         setattr(kept["model_config"].hf_config, name, value)
-    engine = EngineRegistry.new(model_type="language_model", backend=job.backend, **kept)
-    engine.initialize()
+
+    def made(kept: dict[str, Any]):
+        engine = EngineRegistry.new(model_type="language_model", backend=job.backend, **kept)
+        engine.initialize()
+        return engine
+
+    reference = None  # alive while the actor is made
+    if job.reference is not None:
+        reference = made(configs(replace(job, engine={"forward_only": True, **job.reference})))
+    engine = made(kept)
     if job.backend == "veomni" and not job.refused:
         from veomni.distributed.parallel_state import get_parallel_state
 
@@ -237,6 +246,10 @@ def do(job: Job) -> Result:
         return {name: [row.clone() for row in value.unbind()] for name, value in found.items()}
 
     first = inferred()
+    if reference is not None:
+        with reference.eval_mode():
+            found = reference.infer_batch(batch())["model_output"]["log_probs"]
+        assert all(map(torch.equal, found.unbind(), first["log_probs"])), "the reference policy is not the actor's"
     actor = FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,

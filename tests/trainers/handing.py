@@ -4,7 +4,7 @@ other."""
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,8 +27,12 @@ class _Actor:
         self.__dict__.update({name: _Remote(method) for name, method in methods.items()})
 
 
-def hand_over(engine, weights: Iterable, model_config, dtype: str = "bfloat16", adapters=None, step: int = 1) -> None:
-    """What a hybrid worker of verl's does with what its trainer's get_per_tensor_param has returned."""
+def hand_over(
+    engine, weights: Iterable, model_config, dtype: str = "bfloat16", adapters=None, step: int | None = 1,
+    named: Callable[[int | None], None] = lambda step: None,
+) -> None:  # fmt: skip
+    """What a hybrid worker of verl's does with what its trainer's get_per_tensor_param has returned. `named` is called
+    with what the server is told of the step."""
     from verl.workers.config import RolloutConfig
 
     from vexact_engine.handover.receiver import WeightReceiver
@@ -36,7 +40,7 @@ def hand_over(engine, weights: Iterable, model_config, dtype: str = "bfloat16", 
 
     receiver = WeightReceiver(engine)
     methods = {"get_weights_address": lambda node: receiver.address, "receive_weights": receiver.receive}
-    server = _Actor(**methods, set_global_steps=lambda step: None)
+    server = _Actor(**methods, set_global_steps=named)
 
     class Adapter(ServerAdapter):
         def _server(self):

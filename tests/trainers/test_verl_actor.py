@@ -67,6 +67,15 @@ REFUSED = {
         "vexact: actor.fsdp_config.mixed_precision.param_dtype: the trainer computes in float32, but rollout.dtype is "
         "bfloat16",
     ),
+    "said-twice": (
+        {"model_config": {"override_config": {"rope_theta": 1e6}}},
+        "vexact: model.override_config: rope_theta: got 1000000.0 beside rope_parameters, where it is 10000.0",
+    ),
+    "another-reference": (
+        {"reference": {"mixed_precision": {"param_dtype": "fp32"}}},
+        "vexact: the reference policy: ref.fsdp_config.mixed_precision.param_dtype: the actor computes in bfloat16, it "
+        "in float32",
+    ),
     "another-epsilon": (
         {"model_config": {"override_config": {"rms_norm_eps": 1e-3}}, "handed_over": True},
         "weights: refused: numerics: model.layers.blocks.0.part.q_norm.eps: the trainer has 0.001, the engine 1e-06",
@@ -161,6 +170,7 @@ def fsdp2(request, folders, rollouts, tmp_path_factory):
         *(job(family, folders, rollouts, family) for family in FAMILIES),
         *(job(name, folders, rollouts, **changes) for name, (changes, _) in SAME.items()),
         job("reference", folders, rollouts, engine={"forward_only": True}),
+        job("beside-a-reference", folders, rollouts, steps=0, reference={"model_dtype": "bf16"}),
         job("cooler", folders, rollouts, rollout="cooler", temperature=0.7),
         job("mixed", folders, rollouts, rollout="mixed", temperature=[0.7, 1.3, 0.7, 1.3]),
         job(
@@ -233,6 +243,7 @@ def veomni(folders, rollouts, tmp_path_factory):
         made("ulysses", engine={"ulysses_parallel_size": 3}, refused=True),
         made("whole", engine={"ulysses_parallel_size": 2}, refused=True, model_config=WHOLE["model_config"]),
         made("override", refused=True, model_config={"override_config": {"rms_norm_eps": 1e-2}}),
+        made("quantised", refused=True, engine={"qat_implementation": "fp8_blockwise"}),
     ]
     return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
 
@@ -358,8 +369,10 @@ def test_what_the_rollout_says_is_checked_before_the_first_update_of_a_step(fsdp
     assert fsdp2["no-drawn"].error.startswith("vexact: check_every: the batch has no rollout_log_probs")
 
 
-def test_a_reference_policy(fsdp2, rollouts):
-    assert_bitwise(without_last(fsdp2["reference"].logprobs), rollouts["qwen3"].every())
+@pytest.mark.parametrize("name", ["reference", "beside-a-reference"])
+def test_a_reference_policy(name, fsdp2, rollouts):
+    """By itself, and in one process with its actor, whose log-probabilities it has (actor_ranks)."""
+    assert_bitwise(without_last(fsdp2[name].logprobs), rollouts["qwen3"].every())
 
 
 @pytest.mark.parametrize("name,rollout", [("cooler", "cooler"), ("mixed", "mixed"), ("mixed-padded", "mixed")])
@@ -416,6 +429,7 @@ def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
     assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 3, expected a divisor of")
     assert veomni["override"].error.startswith("override_config.rms_norm_eps: got 0.01, but ")
     assert veomni["whole"].error.startswith("whole_gradients: got True with strategy=veomni, expected fsdp2")
+    assert veomni["quantised"].error.startswith("qat_implementation: got fp8_blockwise, expected none")
 
 
 @pytest.mark.parametrize("name", [*(f"{family}-shared" for family in SHARED), "experts-apart-shared"])

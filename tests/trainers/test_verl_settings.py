@@ -4,7 +4,10 @@ import pytest
 
 from vexact_engine.verl.server import engine_options
 
+from .rollout_trainer import rollout_config
 from .test_verl_rollout import PROMPT, VERLS, Running, configs
+
+ORDERED = ("path=pkg://vexact_engine.verl.sampler", "name=Ordered")
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +82,87 @@ def test_more_images_than_the_limit_and_a_served_name(path):
             found.call(found.server.generate(PROMPT, VERLS, "r", image_data=[object()]))
         assert found.server.http.settings.max_images == 1
         assert {str(path), "my/policy", "policy"} <= set(found.server.http.settings.model_names)
+
+
+def test_temperatures_that_the_trainer_does_not_know(path, caplog):
+    """An agent loop's own, once each; a reward model's answers are not trained on."""
+    where = "++actor_rollout_ref.rollout"
+    with Running(path, f"{where}.temperature=0.7", f"{where}.val_kwargs.temperature=0.5") as found:
+        for temperature in (0.7, 0.5, 1.25, 1.25):
+            found.generate(temperature=temperature)
+        found.generate(temperature=2.0, logprobs=False)
+    said = "temperature: got 1.25, but the trainer divides logits by rollout.temperature, 0.7: it has other"
+    assert [said in line for line in caplog.messages if "the trainer divides" in line] == [True]
+    caplog.clear()
+    with Running(path, f"{where}.temperature=0.7", mode="COLOCATED") as found:
+        found.generate(temperature=1.25)
+    assert "the trainer divides" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "sampled, temperature, said",
+    [
+        (False, 0.6, "do_sample: got False, but its temperature is what counts: validation draws at 0.6"),
+        (True, 0, "do_sample: got True, but its temperature is what counts: validation takes the likeliest"),
+        (False, 0, None),
+        (True, 0.6, None),
+    ],
+)
+def test_how_validation_draws(sampled, temperature, said, caplog):
+    from verl.workers.config.rollout import SamplingConfig
+
+    from vexact_engine.verl.server import say_how_validation_draws
+
+    say_how_validation_draws(SamplingConfig(do_sample=sampled, temperature=temperature))
+    assert said in caplog.text if said else not caplog.text
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ({"rope_theta": 1e6}, "override_config: rope_theta: got 1000000.0 beside rope_parameters, where it is 10000.0"),
+        (
+            {"model_config": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}},
+            "override_config: use_sliding_window: got True beside layer_types",
+        ),
+    ],
+)
+def test_overrides_that_say_it_twice(path, asked, said):
+    """transformers reads the other one of the two."""
+    given = [f"+actor_rollout_ref.model.override_config={asked}".replace("'", "")]
+    with pytest.raises(ValueError, match=said), Running(path, *given, load_format="dummy"):
+        pass
+
+
+def test_overrides_that_nobody_reads(path):
+    from verl.workers.config import HFModelConfig
+
+    from vexact_engine.verl import check_overrides
+
+    asked = {"rms_norm_epsilon": 1e-2, "rms_norm_eps": 1e-2, "sliding_window": None, "attn_implementation": "sdpa"}
+    assert check_overrides(HFModelConfig(path=str(path), override_config=asked)) == ["rms_norm_epsilon"]
+    assert check_overrides(HFModelConfig(path=str(path))) == []
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        (None, None),
+        ("++algorithm.filter_groups={enable:true,metric:reward}", "filter_groups.enable: got True, expected False"),
+        ("++trainer.v1.sampler.sync_refill_failed_groups=true", "sync_refill_failed_groups: got True, expected False"),
+        ("trainer.v1.trainer_mode=colocate_async", "trainer_mode: got colocate_async, expected sync"),
+    ],
+)
+def test_what_the_ordered_sampler_would_leave_out(path, override, said):
+    """Made as verl's trainer makes it, which hands a custom sampler none of these."""
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    ours = [f"trainer.v1.sampler.custom_sampler.{option}" for option in ORDERED]
+    trainer = PPOTrainerSync.__new__(PPOTrainerSync)
+    trainer.config = rollout_config(path, *ours, *([override] if override else []))
+    trainer.trainer_mode = trainer.config.trainer.v1.trainer_mode
+    if said is None:
+        assert type(trainer._build_replay_buffer()).__name__ == "Ordered"
+    else:
+        with pytest.raises(ValueError, match=said):
+            trainer._build_replay_buffer()

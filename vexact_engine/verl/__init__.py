@@ -117,6 +117,31 @@ def overridden(model_config: Any, config: Any) -> Iterator[tuple[str, Any, Any]]
     return of(given, config, "")
 
 
+def check_overrides(model_config: Any) -> list[str]:
+    """What model.override_config asks for is read by the model's class, as verl gives it that.
+
+    returns  the names that its configuration has not without it, which are read by nobody
+    raises   ValueError on what that says elsewhere, where alone it is read: a rope_theta beside rope_parameters
+    """
+    if not model_config.override_config:
+        return []
+    from transformers import AutoConfig
+
+    from ..weights.directory import check_once
+
+    check_once("vexact: model.override_config", model_config.hf_config.to_dict())
+    path, trusted = model_config.local_hf_config_path, model_config.trust_remote_code
+    own = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+    return [name for name, *_ in overridden(model_config, own) if not _has(own, name)]
+
+
+def _has(config: Any, name: str) -> bool:
+    *parts, last = name.split(".")
+    for part in parts:
+        config = getattr(config, part, None)
+    return hasattr(config, last)
+
+
 def _asked(model_config: Any, options: dict[str, Any]) -> dict[str, Any]:
     """These of fused_kernel_options.vexact, or what they are by themselves."""
     given = model_config.get("fused_kernel_options") or {}

@@ -14,14 +14,16 @@ actor.freeze_vision_tower, which verl's own engines do not read, keeps the image
 weights are those of no Ulysses with +actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients=True.
 
 Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisation-aware training, router replay,
-offload of activations, distillation from top-k, calculate_sum_pi_squared, tiled MLPs, training of MTP's layers, and
+offload of activations, distillation from top-k, calculate_sum_pi_squared, tiled MLPs, training of MTP's layers, a
+reference policy that computes otherwise than its actor, an override_config of what transformers reads elsewhere, and
 under VeOmni whole_gradients and an override_config that it would not read.
 """
 
 import copy
 import logging
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +33,7 @@ from transformers import AutoConfig
 import vexact_ops as vx
 from vexact_ops.patch.facts import compute_dtypes
 
-from . import check_options, check_versions, declared_options, overridden, wants_whole_gradients
+from . import check_options, check_overrides, check_versions, declared_options, overridden, wants_whole_gradients
 
 check_versions()
 
@@ -58,12 +60,24 @@ _LOG = logging.getLogger(__name__)
 class AlignedEngine:
     """What both engines have in common, in front of the stock one in the order of resolution."""
 
+    _reference: "Callable[[], AlignedEngine | None]" = lambda: None  # of this process, with no actor made after it
+
     def __init__(self, model_config, engine_config, *args, **kwargs):
         refuse(model_config, engine_config)
         self.check = Check(*check_options(model_config))
         self.whole_gradients = wants_whole_gradients(model_config)
         super().__init__(model_config, engine_config, *args, **kwargs)
         self._frozen: list[torch.nn.Parameter] = []
+
+    def initialize(self):
+        """verl's, which makes a reference policy just before its actor; ValueError where the two would compute
+        otherwise."""
+        super().initialize()
+        reference, AlignedEngine._reference = AlignedEngine._reference(), lambda: None
+        if self.engine_config.forward_only:
+            AlignedEngine._reference = weakref.ref(self)
+        elif reference is not None and reference.model_config.local_path == self.model_config.local_path:
+            self._about().refuse_reference(reference._about())
 
     def train_batch(self, data, loss_function):
         """verl's; before the first update of a step it is checked that the rollout's log-probabilities are its own. The
@@ -113,16 +127,20 @@ class AlignedEngine:
         rounded for it by FSDP2's mixed precision, and so is what a rollout gets. With what each rank holds of them,
         ungathered, for a rollout that takes that."""
         items, adapters = super().get_per_tensor_param(*args, **kwargs)
+        computes, held = convert_weight_keys(self._computes(), self.module), None
+        if getattr(self.engine_config, "expert_parallel_size", 1) == 1:  # or experts are no DTensors of all ranks
+            held = convert_weight_keys(self.module.state_dict(), self.module)
+        return Weights(items, computes, self._about(), self.check.of, held), adapters
+
+    def _computes(self) -> dict[str, torch.dtype]:
         buffers = {name: buffer.dtype for name, buffer in self.module.named_buffers(remove_duplicate=False)}
-        computes = compute_dtypes(self.module) | buffers  # FSDP2 casts no buffer
+        return compute_dtypes(self.module) | buffers  # FSDP2 casts no buffer
+
+    def _about(self) -> About:
         embedding = self.module.get_input_embeddings().weight
         name = next(name for name, parameter in self.module.named_parameters() if parameter is embedding)
         numerics = self.aligned.numerics(get_device_name(), rounded=True)
-        about = About(numerics, str(computes[name]).removeprefix("torch."), self.computes_by)
-        held = None
-        if getattr(self.engine_config, "expert_parallel_size", 1) == 1:  # or experts are no DTensors of all ranks
-            held = convert_weight_keys(self.module.state_dict(), self.module)
-        return Weights(items, convert_weight_keys(computes, self.module), about, self.check.of, held), adapters
+        return About(numerics, str(self._computes()[name]).removeprefix("torch."), self.computes_by)
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         pad, offsets = output_args.get("pad_size", 0), micro_batch["input_ids"].offsets()
@@ -269,6 +287,7 @@ def refuse(model_config, engine_config) -> None:
         )
     if model_config.mtp.enable and model_config.mtp.enable_train:
         raise NotImplementedError("mtp.enable_train: got True, expected False: of a model the layers alone are trained")
+    check_overrides(model_config)
     if engine_config.strategy == "veomni":
         _refuse_overrides(model_config)
     if model_config.use_liger:
@@ -290,6 +309,8 @@ def refuse(model_config, engine_config) -> None:
     qat = getattr(engine_config, "qat", None)
     if qat is not None and qat.enable:
         raise NotImplementedError("qat.enable: got True, expected False: quantised weights are not aligned")
+    if (kind := getattr(engine_config, "qat_implementation", "none")) != "none":
+        raise NotImplementedError(f"qat_implementation: got {kind}, expected none: quantised weights are not aligned")
     replay = getattr(engine_config, "router_replay", None)
     if replay is not None and replay.mode != "disabled":
         raise NotImplementedError(

@@ -69,6 +69,8 @@ class ServerAdapter(BaseRollout):
         weights   an iterator, asynchronous or not, of (Hugging Face name, whole tensor). An aligned trainer's say what
                   they are of (handed.About), and who holds which; verl's own actor's do not, and are taken for what the
                   options say
+        global_steps   their step; None: that of the last ones, which are sent again, as verl does where a reward model
+                  has had the GPUs in the middle of a validation
         raises    HandoverFailed, PeerLost, with what the engine has now: the same on all of a replica's nodes, of which
                   the one is named that it failed on; ValueError where the trainer computes in
                   another dtype than rollout.dtype; RuntimeError where VERL_ENGINE_VENDOR asks for the aligned actor,
@@ -109,8 +111,7 @@ class ServerAdapter(BaseRollout):
 
     async def _received(self, server: "ray.actor.ActorHandle", received, global_steps: int | None) -> None:
         await received
-        if global_steps is not None:
-            await server.set_global_steps.remote(global_steps)
+        await server.set_global_steps.remote(global_steps)
 
     def _held(self, weights: Weights) -> Held | None:
         """What this rank can send of all weights, where the ranks of one replica, or of as few as can be where they may

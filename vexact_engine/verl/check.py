@@ -20,14 +20,14 @@ from ..proof.compare import expect_equal
 
 
 class Check:
-    """One actor's. `of(step)` says that the rollout has its weights, of that step; None: of the next one."""
+    """One actor's. `of(step)` says that the rollout has its weights, of that step; None: once more."""
 
     def __init__(self, every: int, share: float) -> None:
         self._every, self._share = every, share
         self._step, self._is_fresh = 0, False
 
     def of(self, step: int | None) -> None:
-        self._step = self._step + 1 if step is None else step
+        self._step = self._step if step is None else step
         self._is_fresh = True
 
     def before(self, data: Any, infer: Callable[[Any], dict]) -> int:

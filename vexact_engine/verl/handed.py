@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+import vexact_ops as vx
+
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
@@ -34,6 +36,19 @@ class About(msgspec.Struct, frozen=True):
                 "log-probabilities would differ. Set both alike"
             )
 
+    def refuse_reference(self, other: "About") -> None:
+        """raises ValueError where this actor's reference policy would compute otherwise than it does"""
+        differ = vx.numerics_difference(self.numerics, other.numerics, forward=True)
+        found = [f"{where}: the actor has {a!r}, it {b!r}" for where, (a, b) in differ.items()]
+        if self.dtype != other.dtype:
+            setting = other.setting.replace("actor.", "ref.", 1)
+            found = [f"{setting}: the actor computes in {self.dtype}, it in {other.dtype}"]
+        if found:
+            raise ValueError(
+                f"vexact: the reference policy: {'; '.join(found)}: its log-probabilities would differ from the "
+                "actor's before any step. Set both alike"
+            )
+
 
 class Weights:
     """(name, tensor) pairs, for verl to pass on as the iterator that it is.
@@ -41,7 +56,7 @@ class Weights:
     items      of the trainer's masters
     computes   of each parameter and buffer the dtype that its forward has it in. They are rounded to that, to nearest
                even, as FSDP2 casts its masters
-    of         called once they are through with the step that they are of, where that is known: see check.py
+    of         called once they are through, with the step that they are of; None: that of the last ones: see check.py
     held       the masters by name as they lie on this rank, DTensors and buffers, on all ranks in the same order;
                None where these are not all of them together
     raises     RuntimeError on a name that is neither's

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from . import check_versions, overridden
+from . import check_overrides, check_versions, overridden
 
 check_versions()
 import numpy as np
@@ -175,6 +175,14 @@ def say_what_a_wake_up_costs(sleep_backend: str, device: str, eager: bool) -> No
         log.warning(said, why, extras.pip_line("sleep"))
 
 
+def say_how_validation_draws(drawn: Any) -> None:
+    """Of rollout.val_kwargs whose do_sample, which verl 0.9.1 reads nowhere, says another thing: a warning."""
+    if drawn.do_sample != (drawn.temperature > 0):
+        how = "draws" if drawn.temperature > 0 else "takes the likeliest tokens"
+        said = "vexact: rollout.val_kwargs.do_sample: got %s, but its temperature is what counts: validation %s at %s"
+        log.warning(said, drawn.do_sample, how, drawn.temperature)
+
+
 class Server:
     """One engine. verl's signatures; all calls share one event loop. On a replica of several nodes it is on the first
     of them.
@@ -191,10 +199,16 @@ class Server:
         self.config: RolloutConfig = omega_conf_to_dataclass(config)
         self.model_config: HFModelConfig = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
         self.options, self.handover = engine_options(self.config)
+        for name in check_overrides(self.model_config):
+            kind = self.model_config.hf_config.model_type
+            log.warning("vexact: model.override_config.%s: no configuration of %s has it: nobody reads it", name, kind)
         self.nodes = nodes
         if nodes is not None:
             self.options = replace(self.options, nodes=len(nodes))
         self.rollout_mode, self.engine = rollout_mode, None
+        self._known = {self.config.temperature, self.config.val_kwargs.temperature}  # temperatures, or said
+        if rollout_mode == RolloutMode.HYBRID:
+            say_how_validation_draws(self.config.val_kwargs)
         given = self.model_config
         told = self.config.prometheus.served_model_name or given.path
         called = (given.path, given.local_path, os.path.basename(given.path), told, os.path.basename(told))
@@ -207,6 +221,7 @@ class Server:
         self._shut = self._rejecting = False
         self._turned = asyncio.Event()
         self._steps: dict[int, int] = {}  # the engine's weight_version -> verl's global_steps
+        self._named: int | None = None  # the last of these
         # full_determinism's: of this step, by what was asked, how often it was; and the seeds of aborted calls, by what
         # whoever goes on with them will ask
         self._step: object = None
@@ -294,6 +309,8 @@ class Server:
         shown = ()
         wants_logprobs, teaches = bool(asked.pop("logprobs", False)), asked.pop("prompt_logprobs", None)
         params = self._params(asked, len(ids), request_id)
+        if wants_logprobs:
+            self._say_temperature(params.temperature)
         if teaches is not None:
             params = replace(params, prompt_logprobs=True, num_prompt_top_logprobs=teaches)
         while self._shut and not self._rejecting:
@@ -316,6 +333,15 @@ class Server:
             token_ids=done.token_ids, log_probs=done.logprobs if wants_logprobs else None, extra_fields=extra,
             stop_reason="aborted" if aborted else "completed", num_preempted=done.metrics.preemptions,
         )  # fmt: skip
+
+    def _say_temperature(self, asked: float) -> None:
+        """Of an agent loop's own, once: the trainer knows that of the config alone."""
+        if asked in self._known or self.rollout_mode == RolloutMode.COLOCATED:
+            return
+        self._known.add(asked)
+        said = "vexact: sampling_params: temperature: got %s, but the trainer divides logits by rollout.temperature, "
+        said += "%s: it has other log-probabilities of these answers"
+        log.warning(said, asked, self.config.temperature)
 
     async def _run(self, prompts: list, params: SamplingParams, request_id: str) -> list[Completion]:
         """Known to those who abort, from here to the end."""
@@ -444,9 +470,11 @@ class Server:
             self._receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, self.handover["timeout"]))
         return await asyncio.shield(self._receiving)
 
-    async def set_global_steps(self, global_steps: int) -> None:
-        """What the weights that are there now are called."""
-        self._steps[self.engine.weight_version] = global_steps
+    async def set_global_steps(self, global_steps: int | None) -> None:
+        """What the weights that are there now are called; None: as those before, which have come once more."""
+        self._named = self._named if global_steps is None else global_steps
+        if self._named is not None:
+            self._steps[self.engine.weight_version] = self._named
 
     async def start_profile(self, **kwargs) -> None:
         self._profiler.start(**kwargs)

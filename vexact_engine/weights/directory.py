@@ -127,10 +127,15 @@ def _check_config(file: Path, config: Mapping) -> None:
             raise ValueError(f"weights: {file}: {name}: dtype: got {kind!r}, expected a dtype of torch's, or none")
     if config.get("fusion_config"):
         raise ValueError(f"weights: {file}: fusion_config: fused modules are not read: take it out")
+    check_once(f"weights: {file}", config)
+
+
+def check_once(where: str, config: Mapping) -> None:
+    """raises ValueError where a configuration, or a part of it, says twice what transformers reads once"""
     for name, part in {"": config, **{name: part for name, part in config.items() if name.endswith("_config")}}.items():
         if isinstance(part, Mapping):
-            _check_rope(f"{file}: {name}: " if name else f"{file}: ", part)
-            _check_windows(f"{file}: {name}: " if name else f"{file}: ", part)
+            _check_rope(f"{where}: {name}: " if name else f"{where}: ", part)
+            _check_windows(f"{where}: {name}: " if name else f"{where}: ", part)
 
 
 def _check_rope(where: str, config: Mapping) -> None:
@@ -145,7 +150,7 @@ def _check_rope(where: str, config: Mapping) -> None:
         given, counts = config.get(key), [part[key] for part in kinds if part.get(key) is not None]
         if given is not None and counts and given not in counts and given != own_default(config, key):
             raise ValueError(
-                f"weights: {where}{key}: got {given!r} beside rope_parameters, where it is {counts[0]!r} and which "
+                f"{where}{key}: got {given!r} beside rope_parameters, where it is {counts[0]!r} and which "
                 "alone is read: take one of them out"
             )
     scaling = config.get("rope_scaling")
@@ -159,7 +164,7 @@ def _check_rope(where: str, config: Mapping) -> None:
     others = {key for key in {*rope, *read} - {"type"} if key in rope and rope[key] != read.get(key)}
     if others:
         raise ValueError(
-            f"weights: {where}rope_scaling: got one beside rope_parameters, in whose place it would be read, with "
+            f"{where}rope_scaling: got one beside rope_parameters, in whose place it would be read, with "
             f"another {', '.join(sorted(others))}: write what it says into rope_parameters"
         )
 
@@ -171,7 +176,7 @@ def _check_windows(where: str, config: Mapping) -> None:
         return
     if config.get("use_sliding_window") is True and full < len(kinds) and "sliding_attention" not in kinds:
         raise ValueError(
-            f"weights: {where}use_sliding_window: got True beside layer_types, which alone is read and has no "
+            f"{where}use_sliding_window: got True beside layer_types, which alone is read and has no "
             "'sliding_attention': write the layers with a window into it, or take one of them out"
         )
 
