@@ -8,10 +8,11 @@ import re
 import pytest
 import serving
 import torch
-from engine_models import build, byte_tokenizer, check_idle
+from engine_models import build, byte_tokenizer, check_idle, fallback_tokenizer
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.serve.answers import _Offsets
 from vexact_engine.serve.errors import APIError
 from vexact_engine.serve.tokens import Chat, Tokens
 
@@ -104,10 +105,30 @@ def test_special_tokens_and_stop_strings_are_in_the_text_where_that_is_asked_for
             assert text == done.text
 
 
-def test_text_offsets_count_special_tokens_that_are_in_the_text(http):
-    ids = [*ids_of("ab"), 2, *ids_of("c")]
-    body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0, "skip_special_tokens": False}
-    assert http.post(TEXT, json=body).json()["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 7]
+@pytest.mark.parametrize("options", [{"skip_special_tokens": False}, {}], ids=["specials", "no-specials"])
+@pytest.mark.parametrize("prompt", [[*ids_of("ab"), 2, *ids_of("c")], "ab<eos>c"], ids=["ids", "text"])
+def test_text_offsets_count_special_tokens_that_are_in_the_text(http, prompt, options):
+    """Those of a prompt are in it, whether an answer's are or not."""
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 2, **options}
+    (choice,) = http.post(TEXT, json=body).json()["choices"]
+    assert choice["text"].startswith("ab<eos>c") and choice["logprobs"]["text_offset"][:5] == [0, 1, 2, 7, 8]
+
+
+def test_text_offsets_are_places_in_texts_of_tokenizers_that_strip_them():
+    """Llama 2's: its tokenizer puts <s> before a text, and decodes none of the blank before the first word."""
+    tokenizer, tokens = fallback_tokenizer(), Tokens(fallback_tokenizer())
+    for text in (" ok done", " done ok ok", "ok"):
+        prompt = tokenizer(text).input_ids
+        drawn = tokenizer.convert_tokens_to_ids(["\u2581ok", "<0xC3>", "<0xA9>", "\u2581done", "</s>", "ne"])
+        for special in (False, True):
+            offsets = _Offsets(tokens, special)
+            assert offsets.of_prompt(prompt, text)[1] == 0, "of <s> nothing is there"
+            places = [place - len(text) for place in offsets.of(drawn)]
+            said = tokenizer.decode(drawn, skip_special_tokens=not special)
+            assert said == ("ok\u00e9 done</s>ne" if special else "ok\u00e9 donene")
+            assert places == [0, 2, 2, 3, 8, 12 if special else 8]
+        places = _Offsets(tokens, True).of_prompt(prompt, tokenizer.decode(prompt))
+        assert places[:2] == [0, 3]
 
 
 # Agents
