@@ -291,3 +291,43 @@ def test_what_a_template_has_no_word_of_is_refused(name):
         Tokens(serving.tokenizer()).chat(asked)
     asked.tools, asked.options, asked.messages[1]["tool_calls"] = [], {"thinks": False}, []
     assert Tokens(serving.tokenizer()).chat(asked)
+
+
+UNTEMPLATED = {
+    "tools": [TOOL],
+    "chat_template_kwargs": {"thinks": True},
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "reasoning_effort": "high",
+}
+
+
+@pytest.mark.parametrize("name", [*UNTEMPLATED, "add_special_tokens"])
+def test_beside_ids_nothing_is_left_out_that_a_template_reads(http, name):
+    asked = {name: UNTEMPLATED.get(name, True)}
+    answer = http.post(CHAT, json={"messages": [], "prompt_token_ids": [5], "max_tokens": 1, **asked})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+    assert "expected none with prompt_token_ids" in answer.json()["error"]["message"]
+    if name in UNTEMPLATED:
+        answer = http.post("/tokenize", json={"prompt": "hi", **asked})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+    nothing = dict.fromkeys(UNTEMPLATED) | {"add_generation_prompt": True, "add_special_tokens": False}
+    assert http.post(CHAT, json={"messages": [], "prompt_token_ids": [5], "max_tokens": 1, **nothing}).is_success
+
+
+def test_parts_of_a_message_have_no_field_that_is_left_out():
+    def read(*parts):
+        return Tokens(serving.tokenizer()).chat(Chat([{"role": "user", "content": [*parts]}], images=[]))
+
+    text, image = {"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "data:,"}}
+    for part, said in (
+        ({**text, "size": 5}, "messages[0].content[0].size: there is no such field"),
+        ({**image, "max_pixels": 5}, "messages[0].content[0].max_pixels: there is no such field"),
+        ({**image, "image_url": {"url": "data:,", "detail": "low"}}, "image_url.detail: this is not served"),
+        ({**image, "image_url": {"url": "data:,", "name": "x"}}, "image_url.name: there is no such field"),
+    ):
+        with pytest.raises(APIError, match=re.escape(said)):
+            read(part)
+    assert read({**text, "image_url": None, "cache_control": {"type": "ephemeral"}}) == read(text)
+    for detail in ("auto", "high", None):
+        assert read({**image, "image_url": {"url": "data:,", "detail": detail}}) == read(image)

@@ -118,14 +118,6 @@ BAD_TEXT = [
     ({"logprobs": True}, "logprobs", "integer"),
     ({"tools": [{"type": "function"}]}, "tools", "not served"),
 ]
-TEXT_PART = {"type": "text", "text": "hi"}
-UNTEMPLATED = (
-    ("tools", [{"type": "function"}]),
-    ("chat_template_kwargs", {"thinks": True}),
-    ("add_generation_prompt", False),
-    ("continue_final_message", True),
-    ("reasoning_effort", "high"),
-)
 BAD_CHAT = [
     ({"messages": []}, "messages", "there are none"),
     ({"messages": "hi"}, "messages", "list"),
@@ -147,11 +139,6 @@ BAD_CHAT = [
     ({"messages": USER, "prompt_token_ids": [5]}, "prompt_token_ids", "expected no messages"),
     ({"messages": [], "prompt_token_ids": [259]}, "prompt_token_ids", "token id 259"),
     ({"messages": [], "prompt_token_ids": []}, "prompt_token_ids", "no tokens"),
-    ({"messages": [{"role": "user", "content": [{**TEXT_PART, "size": 5}]}]}, "messages", "[0].content[0].size: there"),
-    *(
-        ({"messages": [], "prompt_token_ids": [5], name: value}, name, "expected none with prompt_token_ids")
-        for name, value in (*UNTEMPLATED, ("add_special_tokens", True))
-    ),
     ({"messages": USER, "echo": True}, "echo", "not served"),
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs true"),
     ({"messages": USER, "logprobs": True, "top_logprobs": 6}, "top_logprobs", "expected 0 to 5"),
@@ -172,18 +159,6 @@ BAD_CHAT = [
 def test_a_bad_request_is_a_400_that_names_the_field(http, path, body, param, message):
     answer = http.post(path, json=body)
     check_error(answer, 404 if body.get("model") == "gpt-4" else 400, message, param)
-
-
-@pytest.mark.parametrize("name, value", UNTEMPLATED)
-def test_a_text_that_is_tokenized_leaves_nothing_out_that_a_template_reads(http, name, value):
-    check_error(http.post("/tokenize", json={"prompt": "hi", name: value}), 400, "expected none with prompt", name)
-
-
-def test_nulls_ask_nothing_of_ids_and_parts(http):
-    nothing = dict.fromkeys(dict(UNTEMPLATED)) | {"add_generation_prompt": True, "add_special_tokens": False}
-    assert http.post(CHAT, json={"messages": [], "prompt_token_ids": [5], "max_tokens": 1, **nothing}).is_success
-    part = {**TEXT_PART, "image_url": None, "cache_control": {"type": "ephemeral"}}
-    assert http.post(CHAT, json={"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}).is_success
 
 
 @pytest.mark.parametrize(
