@@ -315,7 +315,7 @@ class SamplingParams:
         _set_int(self, "num_prompt_top_logprobs", 0, _INT64_MAX)
         if self.num_prompt_top_logprobs and not self.prompt_logprobs:
             raise _value_error(self, "num_prompt_top_logprobs", "0, or prompt_logprobs=True with it")
-        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, Iterable):
+        if isinstance(self.stop_token_ids, str | bytes | Mapping) or not isinstance(self.stop_token_ids, Iterable):
             raise _type_error(self, "stop_token_ids", "token ids")
         ids = tuple(itertools.islice(self.stop_token_ids, MAX_STOP_TOKEN_IDS + 1))
         if len(ids) > MAX_STOP_TOKEN_IDS:
@@ -327,7 +327,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
         if self.stop is None:
             object.__setattr__(self, "stop", ())
-        if not isinstance(self.stop, Iterable):
+        if isinstance(self.stop, Mapping) or not isinstance(self.stop, Iterable):
             raise _type_error(self, "stop", "a string or several")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(s, str) for s in stop):
@@ -337,7 +337,7 @@ class SamplingParams:
         if not all(map(is_unicode, stop)):
             raise _value_error(self, "stop", "Unicode: half a character can never be found")
         object.__setattr__(self, "stop", stop)
-        if self.draft != ():
+        if not (isinstance(self.draft, tuple) and not self.draft):  # an array has a comparison of its own
             object.__setattr__(self, "draft", _answers(self))
 
 

@@ -213,8 +213,12 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(self.params.n)]
         self.unfinished = len(self.sequences)
         self.pages = None
+        if earlier is not None and len(earlier) != self.params.n:
+            raise ValueError(f"Request: earlier: got {len(earlier)}, expected {self.params.n}, one for each sample")
         for sequence, partial in zip(self.sequences, earlier or ()):
             sequence.resume(partial)
+        if not self.unfinished:
+            raise ValueError("Request: earlier: every sample is done, expected one to go on with")
 
     @property
     def keys(self) -> list:
@@ -320,7 +324,9 @@ class Sequence:
         self.forget_pages()
 
     def resume(self, partial: PartialOutput) -> None:
-        """Go on from tokens that were drawn elsewhere, just now as far as anybody here knows."""
+        """Go on from tokens that were drawn elsewhere, just now as far as anybody here knows. ValueError where what
+        there is of them, or of the prompt, is not as long."""
+        self._check(partial)
         self.tokens += partial.token_ids
         self.logprobs += partial.logprobs
         self.raw_logprobs += partial.raw_logprobs
@@ -334,6 +340,16 @@ class Sequence:
             self.prompt_top_logprobs = list(partial.prompt_top_logprobs)
         if partial.done:
             self.finish("abort")
+
+    def _check(self, partial: PartialOutput) -> None:
+        drawn = ["logprobs", "raw_logprobs", "weight_versions"] + ["top_logprobs"] * bool(self.params.num_top_logprobs)
+        counts = {name: (len(getattr(partial, name) or ()), len(partial.token_ids)) for name in drawn}
+        for name in ("prompt_logprobs", "prompt_top_logprobs"):
+            if (given := getattr(partial, name)) is not None:
+                counts[name] = len(given), self.num_prompt
+        for name, (count, expected) in counts.items():
+            if count != expected:
+                raise ValueError(f"Request: earlier[{self.index}].{name} has {count}, expected {expected}")
 
     def forget_pages(self) -> list[int]:
         """Start over: nothing is computed. Returns the pages held until now, for the pool."""

@@ -450,6 +450,14 @@ def test_generate_streams_the_text_that_the_engine_gives(capsys, model):
     assert code == 0 and streamed.strip() == whole.strip() != ""
 
 
+def test_an_answer_of_no_text_is_an_empty_line(capsys, model):
+    options = ["--model", model, "--max-new-tokens", 1, "--temperature", 0, "--no-chat", "--no-stream"]
+    _, out, _ = run(capsys, "generate", *options, "--json", "-", "hello")
+    (record,) = json.loads(out)["completions"]
+    code, out, _ = run(capsys, "generate", *options, "--stop", record["text"], "hello")
+    assert (code, out) == (0, "\n"), "its token's number is no text"
+
+
 def test_generate_writes_json(capsys, model, monkeypatch):
     monkeypatch.setattr("sys.stdin", __import__("io").StringIO("hi"))
     options = ["--model", model, "--max-new-tokens", 5, "--json", "-", "--samples", 2, "--temperature", 0.7]

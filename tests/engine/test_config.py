@@ -56,8 +56,8 @@ BAD_TYPES = [
     *((SamplingParams, "temperature", value) for value in ("1", None, True, 1j)),
     *((SamplingParams, "n", value) for value in (1.0, None, False)),
     (SamplingParams, "seed", 1.5),
-    *((SamplingParams, "stop_token_ids", value) for value in (7, "7", [1.5], [True], None)),
-    *((SamplingParams, "stop", value) for value in (3, ["a", 3])),
+    *((SamplingParams, "stop_token_ids", value) for value in (7, "7", [1.5], [True], None, {7: 1})),
+    *((SamplingParams, "stop", value) for value in (3, ["a", 3], {"a": 1})),
     (SamplingParams, "ignore_eos", 0),
 ]
 

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from engine_models import bits, build, byte_tokenizer, check_idle, prompts
@@ -9,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.outputs import Submission
 from vexact_engine.request import PartialOutput
+
+pytest.importorskip("msgspec", reason="msgspec is not installed (extra engine)")
+from vexact_engine.parallel.front import Front
+from vexact_engine.parallel.jobs import Job
 
 CONFIG = EngineConfig(num_pages=64, page_size=4, max_num_batched_tokens=16, show_progress=False)
 PROMPT = prompts(1, longest=11)[0]
@@ -118,3 +124,48 @@ def test_a_refused_one_says_so_of_what_was_left_alone(engine, whole):
     assert all("another request of this id" in c.error for c in ticket.result()[1:])
     engine.resume()
     assert first.wait(60)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda earlier: earlier.append(PartialOutput()), "earlier: got 4, expected 3, one for each sample"),
+        (lambda earlier: earlier[1].logprobs.pop(), "earlier[1].logprobs has 2, expected 3"),
+        (lambda earlier: setattr(earlier[1], "top_logprobs", None), "earlier[1].top_logprobs has 0, expected 3"),
+        (lambda earlier: setattr(earlier[2], "prompt_logprobs", [None]), "earlier[2].prompt_logprobs has 1, expected"),
+        (lambda earlier: earlier[1].token_ids.__setitem__(1, 259), "earlier[1].token_ids has 259, expected ids below"),
+        (lambda earlier: earlier[1].token_ids.__setitem__(1, -1), "earlier[1].token_ids has -1, expected ids below"),
+        (lambda earlier: [setattr(one, "done", True) for one in earlier], "every sample is done"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused_and_nobody_else_is_hurt(engine, whole, change, said):
+    earlier = after(whole, [None, 3, 4])
+    change(earlier)
+    done, news = threading.Event(), []
+    found = engine.submit(PROMPT, PARAMS, notify=done.set, listen=news.append, earlier=earlier)
+    if not isinstance(found, list):
+        assert done.wait(60)
+        found = found.result()[1:]
+    assert found and all(said in c.error for c in found)
+    assert [bits(c) for c in engine.generate([PROMPT], PARAMS)] == [bits(c) for c in whole[1]]
+
+
+@pytest.mark.parametrize("count", [23, 24])
+def test_one_that_has_all_its_tokens_does_not_go_on(engine, whole, count):
+    """The engine's thread ended: there was nothing to compute, and a request was not done."""
+    params = replace(PARAMS, max_new_tokens=23)
+    earlier, done = after(whole, [count, 3, 4]), threading.Event()
+    ticket = engine.submit(PROMPT, params, notify=done.set, earlier=earlier)
+    assert done.wait(60)
+    assert all(
+        f"earlier[0].token_ids has {count} tokens, expected fewer than the 23" in c.error for c in ticket.result()
+    )
+    assert [bits(c) for c in engine.generate([PROMPT], PARAMS)] == [bits(c) for c in whole[1]]
+
+
+def test_what_was_all_said_before_a_replica_died_is_not_begun_again():
+    job, ended = Job([5], SamplingParams(n=2), "x", Submission(lambda: None), lambda news: None), []
+    for partial in job.earlier:
+        partial.done = True
+    Front._place(SimpleNamespace(_end=ended.append), job)
+    assert ended == [job]

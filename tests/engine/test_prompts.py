@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from engine_models import fallback_tokenizer
 
 from vexact_engine.proof.prompts import Prompt, PromptError, encode, parse_record, read_prompts, synthetic_prompts
+from vexact_engine.text import Text
 
 
 def write(folder, name, text):
@@ -106,6 +108,13 @@ def test_encoding_applies_the_template_where_it_belongs():
     assert encode([text], tokenizer) == [[1, *map(ord, "hi")]]
     assert encode([text, chat], tokenizer, chat=True) == [[*map(ord, "<hi>:")]] * 2
     assert encode([chat, Prompt("a:3", token_ids=(7,))], tokenizer) == [[*map(ord, "<hi>:")], [7]]
+
+
+def test_a_text_that_begins_with_the_beginning_has_no_second_one():
+    """As the engine takes it."""
+    tokenizer = fallback_tokenizer()
+    for text in ("<s> ok", " ok"):
+        assert encode([Prompt("a:1", text=text)], tokenizer) == [Text(tokenizer).encode(text)] == [[1, 266]]
 
 
 def test_encoding_says_whose_prompt_is_at_fault():

@@ -8,10 +8,11 @@ import re
 import pytest
 import serving
 import torch
-from engine_models import build, byte_tokenizer, check_idle
+from engine_models import build, byte_tokenizer, check_idle, fallback_tokenizer
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.serve.answers import _Offsets
 from vexact_engine.serve.errors import APIError
 from vexact_engine.serve.tokens import Chat, Tokens
 
@@ -104,10 +105,30 @@ def test_special_tokens_and_stop_strings_are_in_the_text_where_that_is_asked_for
             assert text == done.text
 
 
-def test_text_offsets_count_special_tokens_that_are_in_the_text(http):
-    ids = [*ids_of("ab"), 2, *ids_of("c")]
-    body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0, "skip_special_tokens": False}
-    assert http.post(TEXT, json=body).json()["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 7]
+@pytest.mark.parametrize("options", [{"skip_special_tokens": False}, {}], ids=["specials", "no-specials"])
+@pytest.mark.parametrize("prompt", [[*ids_of("ab"), 2, *ids_of("c")], "ab<eos>c"], ids=["ids", "text"])
+def test_text_offsets_count_special_tokens_that_are_in_the_text(http, prompt, options):
+    """Those of a prompt are in it, whether an answer's are or not."""
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 2, **options}
+    (choice,) = http.post(TEXT, json=body).json()["choices"]
+    assert choice["text"].startswith("ab<eos>c") and choice["logprobs"]["text_offset"][:5] == [0, 1, 2, 7, 8]
+
+
+def test_text_offsets_are_places_in_texts_of_tokenizers_that_strip_them():
+    """Llama 2's: its tokenizer puts <s> before a text, and decodes none of the blank before the first word."""
+    tokenizer, tokens = fallback_tokenizer(), Tokens(fallback_tokenizer())
+    for text in (" ok done", " done ok ok", "ok"):
+        prompt = tokenizer(text).input_ids
+        drawn = tokenizer.convert_tokens_to_ids(["\u2581ok", "<0xC3>", "<0xA9>", "\u2581done", "</s>", "ne"])
+        for special in (False, True):
+            offsets = _Offsets(tokens, special)
+            assert offsets.of_prompt(prompt, text)[1] == 0, "of <s> nothing is there"
+            places = [place - len(text) for place in offsets.of(drawn)]
+            said = tokenizer.decode(drawn, skip_special_tokens=not special)
+            assert said == ("ok\u00e9 done</s>ne" if special else "ok\u00e9 donene")
+            assert places == [0, 2, 2, 3, 8, 12 if special else 8]
+        places = _Offsets(tokens, True).of_prompt(prompt, tokenizer.decode(prompt))
+        assert places[:2] == [0, 3]
 
 
 # Agents
@@ -270,3 +291,43 @@ def test_what_a_template_has_no_word_of_is_refused(name):
         Tokens(serving.tokenizer()).chat(asked)
     asked.tools, asked.options, asked.messages[1]["tool_calls"] = [], {"thinks": False}, []
     assert Tokens(serving.tokenizer()).chat(asked)
+
+
+UNTEMPLATED = {
+    "tools": [TOOL],
+    "chat_template_kwargs": {"thinks": True},
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "reasoning_effort": "high",
+}
+
+
+@pytest.mark.parametrize("name", [*UNTEMPLATED, "add_special_tokens"])
+def test_beside_ids_nothing_is_left_out_that_a_template_reads(http, name):
+    asked = {name: UNTEMPLATED.get(name, True)}
+    answer = http.post(CHAT, json={"messages": [], "prompt_token_ids": [5], "max_tokens": 1, **asked})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+    assert "expected none with prompt_token_ids" in answer.json()["error"]["message"]
+    if name in UNTEMPLATED:
+        answer = http.post("/tokenize", json={"prompt": "hi", **asked})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+    nothing = dict.fromkeys(UNTEMPLATED) | {"add_generation_prompt": True, "add_special_tokens": False}
+    assert http.post(CHAT, json={"messages": [], "prompt_token_ids": [5], "max_tokens": 1, **nothing}).is_success
+
+
+def test_parts_of_a_message_have_no_field_that_is_left_out():
+    def read(*parts):
+        return Tokens(serving.tokenizer()).chat(Chat([{"role": "user", "content": [*parts]}], images=[]))
+
+    text, image = {"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "data:,"}}
+    for part, said in (
+        ({**text, "size": 5}, "messages[0].content[0].size: there is no such field"),
+        ({**image, "max_pixels": 5}, "messages[0].content[0].max_pixels: there is no such field"),
+        ({**image, "image_url": {"url": "data:,", "detail": "low"}}, "image_url.detail: this is not served"),
+        ({**image, "image_url": {"url": "data:,", "name": "x"}}, "image_url.name: there is no such field"),
+    ):
+        with pytest.raises(APIError, match=re.escape(said)):
+            read(part)
+    assert read({**text, "image_url": None, "cache_control": {"type": "ephemeral"}}) == read(text)
+    for detail in ("auto", "high", None):
+        assert read({**image, "image_url": {"url": "data:,", "detail": detail}}) == read(image)

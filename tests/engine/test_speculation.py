@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_models import bits, build, byte_tokenizer, check_idle, make_late, prompts
@@ -335,6 +336,8 @@ def test_a_draft_that_is_none_is_refused_by_name():
         with pytest.raises(error, match="SamplingParams: draft"):
             SamplingParams(draft=draft)
     assert SamplingParams(draft=torch.tensor([1, 2])).draft == ((1, 2),)
+    for answer in ([1, 2], [3], []):
+        assert SamplingParams(draft=np.array(answer, np.int64)).draft == ((tuple(answer),) if answer else ())
     assert SamplingParams(draft=[[1, 2], (), [3]]).draft == ((1, 2), (3,)) and SamplingParams(draft=None).draft == ()
 
 

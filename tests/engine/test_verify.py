@@ -239,6 +239,16 @@ def test_packs_hold_every_sequence_once_in_another_order():
     assert [p.ids.shape[1] for p in pack(samples[-1:], 3, seed=0)] == [len(samples[-1].prompt_ids) + 3]
 
 
+def test_stock_draws_with_min_p():
+    """1: none but the likeliest token."""
+    options = {"dtype": "float32", "max_new_tokens": 8}
+    drawn, greedy = (
+        [sample.token_ids for sample in run_stock(build("Llama"), [[3, 4], [5]], **options, **how).samples]
+        for how in ({"min_p": 1.0}, {"temperature": 0.0})
+    )
+    assert drawn == greedy
+
+
 def test_stock_in_float64_agrees_with_itself():
     """The contrast is rounding and nothing else: with 53 bits there is next to none left of it."""
     ids = [list(p.token_ids) for p in prompts(5)]

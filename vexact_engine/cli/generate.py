@@ -71,7 +71,8 @@ def run_generate(args) -> int:
         elif args.json != "-":
             if len(completions) > 1:
                 print(f"[{source.source}] {options.shorten(source.shown)}")
-            print((completion.text or " ".join(map(str, completion.token_ids))).strip())
+            text = " ".join(map(str, completion.token_ids)) if loaded.tokenizer is None else completion.text
+            print(text.strip())
             if len(completions) > 1:
                 print()
     return 2 if failed else 0

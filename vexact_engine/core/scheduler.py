@@ -135,12 +135,9 @@ class Scheduler(Verifying):
             )
         if request.params.stop and self.find_stop is None:
             raise ValueError(f"{name}: stop has strings, expected none: there is no tokenizer to find them with")
-        self.requests[request] = None
-        params = request.params
+        params, unfinished = request.params, [sequence for sequence in request.sequences if not sequence.finished]
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        for sequence in request.sequences:
-            if sequence.finished:  # elsewhere
-                continue
+        for sequence in unfinished:
             sequence.stop_ids = stop_ids
             if config.max_model_len is not None:
                 sequence.limit = min(sequence.limit, config.max_model_len)
@@ -149,11 +146,24 @@ class Scheduler(Verifying):
                 sequence.limit_note = (
                     f"the KV cache is full: it has {config.num_pages} pages of {config.page_size} tokens"
                 )
+            self._check_drawn(sequence)
+        self.requests[request] = None
+        for sequence in unfinished:
             sequence.arrival = self._arrivals
             self._arrivals += 1
             self.waiting.append(sequence)
         if self.drafter is not None:
             self.drafter.begin(request)
+
+    def _check_drawn(self, sequence):
+        """Of one that goes on from what it got elsewhere."""
+        drawn, room = sequence.generated, sequence.limit - sequence.num_prompt
+        where = f"request {sequence.request.id!r}: earlier[{sequence.index}].token_ids has"
+        if len(drawn) >= room:
+            raise ValueError(f"{where} {len(drawn)} tokens, expected fewer than the {room} that there may be")
+        if drawn and self.vocab_size is not None and not 0 <= min(drawn) <= max(drawn) < self.vocab_size:
+            wrong = next(token for token in drawn if not 0 <= token < self.vocab_size)
+            raise ValueError(f"{where} {wrong}, expected ids below {self.vocab_size}")
 
     def abort(self, request: Request) -> list[Sequence]:
         """End what is unfinished of a request, at any moment. Returns those sequences; none if it is not known here."""

@@ -286,6 +286,9 @@ class Front:
     # Who computes what. Behind the lock, all of it
 
     def _place(self, job: Job) -> None:
+        if job.earlier and all(partial.done for partial in job.earlier):  # all but that was said of it
+            self._end(job)
+            return
         usable = [replica.index for replica in self.replicas if replica.fresh]
         if not usable:
             starting = any(r.channel is not None and not r.ready for r in self.replicas)

@@ -178,7 +178,8 @@ def encode(prompts: Sequence[Prompt], tokenizer, *, chat: bool = False) -> list[
                 raise PromptError(f"{prompt.source}: the chat template refuses it: {error}") from None
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
-            ids = tokenizer(prompt.text)["input_ids"]
+            bos = getattr(tokenizer, "bos_token", None)  # a text that begins with it gets no second one
+            ids = tokenizer(prompt.text, add_special_tokens=not (bos and prompt.text.startswith(bos)))["input_ids"]
         if not ids:
             raise PromptError(f"{prompt.source}: no tokens in it")
         encoded.append(list(ids))

@@ -27,6 +27,7 @@ def run_stock(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     eos_token_ids: Sequence[int] = (),
     seed: int = 0,
     batch_size: int = 16,
@@ -42,13 +43,14 @@ def run_stock(
     before = [(parameter, parameter.dtype) for parameter in model.parameters()]
     _cast(model, getattr(torch, dtype))
     samples, seconds = [], {}
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p or None}
     try:
         with torch.no_grad(), own_generators(model.device, seed), _attention(model, "sdpa"):
             begin = time.perf_counter()
             for start in range(0, len(prompt_ids), batch_size):
                 progress(f"stock {dtype}: rollout", start, len(prompt_ids))
                 batch = prompt_ids[start : start + batch_size]
-                samples += _generate(model, batch, max_new_tokens, temperature, top_k, top_p, list(eos_token_ids))
+                samples += _generate(model, batch, max_new_tokens, sampling, list(eos_token_ids))
             seconds["rollout"] = time.perf_counter() - begin
             if rescore:
                 begin = time.perf_counter()
@@ -87,19 +89,19 @@ def _attention(model, name: str):
         model.train(training)
 
 
-def _generate(model, prompts, max_new_tokens, temperature, top_k, top_p, eos) -> list[Sample]:
+def _generate(model, prompts, max_new_tokens, sampling, eos) -> list[Sample]:
+    temperature = sampling["temperature"]
     width = max(map(len, prompts))
     pad = eos[0] if eos else 0
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], dtype=torch.int64, device=model.device)
     mask = torch.tensor(
         [[0] * (width - len(p)) + [1] * len(p) for p in prompts], dtype=torch.int64, device=model.device
     )
-    sampling = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p) if temperature else {}
     out = model.generate(
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=max_new_tokens,
-        **(sampling or dict(do_sample=False)),
+        **({"do_sample": True, **sampling} if temperature else {"do_sample": False}),
         repetition_penalty=1.0,
         eos_token_id=eos or None,
         pad_token_id=pad,

@@ -326,6 +326,7 @@ def verify(
                 temperature=each[0].temperature,
                 top_k=each[0].top_k,
                 top_p=each[0].top_p,
+                min_p=each[0].min_p,
                 eos_token_ids=loaded.eos_token_ids,
                 seed=seed,
                 progress=progress,

@@ -62,17 +62,40 @@ class _Delivered:
 
 
 class _Offsets:
-    """Where the texts of a row of tokens begin. One that ends a character begins where that does."""
+    """Where the texts of a row of tokens begin. One that ends a character begins where that does. What begins a text
+    has no blank before it in some tokenizers' (Llama 2's)."""
 
     def __init__(self, tokens: Tokens, special: bool):
         self._tokens, self._special, self._at = tokens, special, 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begin()
+
+    def _begin(self) -> None:
+        self._decoder, self._first = codecs.getincrementaldecoder("utf-8")("replace"), True
 
     def of(self, ids: list[int]) -> list[int]:
+        """Of an answer's tokens, behind those that were asked about before."""
         found = []
         for token in ids:
             found.append(self._at)
-            self._at += len(self._decoder.decode(self._tokens.raw(token, self._special)))
+            raw = self._tokens.raw(token, self._special)
+            if self._first and raw:
+                raw = raw[self._tokens.stripped(token) :]
+                self._first = False
+            self._at += len(self._decoder.decode(raw))
+        return found
+
+    def of_prompt(self, ids: list[int], text: str) -> list[int]:
+        """Of a prompt's tokens in its text, which has the special ones that it was given with, and none that a
+        tokenizer has put before it."""
+        found = []
+        for token in ids:
+            found.append(self._at)
+            piece = self._decoder.decode(self._tokens.raw(token, special=True))
+            if not text.startswith(piece, self._at):
+                piece = "" if self._tokens.is_silent(token) else piece.removeprefix(" ")
+            self._at = min(self._at + len(piece), len(text))
+        self._at = len(text)
+        self._begin()
         return found
 
 
@@ -225,11 +248,13 @@ class Answers:
         tops = of.top_logprobs or [{}] * len(ids)
         if self.chat:
             return self._of_chat(ids, values, tops)
+        before, places = [], []
         if echoed:
-            before = self.jobs[index // self.n].prompt_ids
-            ids, values = before + ids, [*(of.prompt_logprobs or ()), *values]
+            job = self.jobs[index // self.n]
+            before, places = job.prompt_ids, offsets.of_prompt(job.prompt_ids, job.echo or "")
+            values = [*(of.prompt_logprobs or ()), *values]
             tops = [*(of.prompt_top_logprobs or [{}] * len(before)), *tops]
-        return self._of_text(ids, values, tops, offsets.of(ids))
+        return self._of_text(before + ids, values, tops, places + offsets.of(ids))
 
     def _of_prompt(self, ids: list[int], of: Completion | Increment) -> list[dict | None]:
         """As vLLM has it: at each place the prompt's own token, and the likeliest."""

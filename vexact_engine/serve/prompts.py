@@ -109,10 +109,12 @@ class Prompts:
         if asked.prompt_token_ids is None:
             ids, pictures = await self._chat(asked)
             return self._checked(Job(ids, pictures=pictures), "messages")
-        if asked.messages:
-            message = "prompt_token_ids: they are the whole prompt, expected no messages with them"
-            raise APIError(400, message, param="prompt_token_ids")
         name = "prompt_token_ids"
+        if asked.messages:
+            raise APIError(400, f"{name}: they are the whole prompt, expected no messages with them", param=name)
+        _check_untemplated(asked, name)
+        if asked.add_special_tokens:
+            raise APIError(400, f"add_special_tokens: expected none with {name}", param="add_special_tokens")
         return self._checked(Job(self.check_ids(asked.prompt_token_ids, name)), name)
 
     async def of_tokenize(self, asked: TokenizeRequest) -> tuple[list[int], list[str] | None]:
@@ -122,6 +124,7 @@ class Prompts:
         if asked.messages is not None:
             ids, _ = await self._chat(asked)
         else:
+            _check_untemplated(asked, "prompt")
             special = asked.add_special_tokens is not False
             ids = await self.do(len(asked.prompt), Tokens.encode, asked.prompt, special, None)
         return ids, await self.do(len(ids), Tokens.names, ids) if asked.return_token_strs else None
@@ -220,3 +223,18 @@ class Prompts:
     def _too_long(self, param: str, length: int) -> APIError:
         message = f"{param}: got {length} tokens, expected at most {self.most}"
         return APIError(400, message, param=param, code="context_length_exceeded")
+
+
+def _check_untemplated(asked: ChatRequest | TokenizeRequest, prompt: str) -> None:
+    """A prompt that goes through no template leaves nothing out in silence that only a template reads."""
+    wanted = {
+        "tools": asked.tools,
+        "add_generation_prompt": asked.add_generation_prompt is False,
+        "continue_final_message": asked.continue_final_message,
+        "chat_template_kwargs": asked.chat_template_kwargs,
+        "reasoning_effort": asked.reasoning_effort not in (None, "none"),
+    }
+    for name, value in wanted.items():
+        if value:
+            message = f"{name}: expected none with {prompt}, which goes through no chat template"
+            raise APIError(400, message, param=name, code="unsupported_parameter")

@@ -192,6 +192,18 @@ class Tokens:
         text, raw = self.token(token)
         return text.encode() if raw is None else bytes(raw)
 
+    def is_silent(self, token: int) -> bool:
+        """Whether an answer's text leaves it out."""
+        return self.text is not None and token in self.text.silent
+
+    def stripped(self, token: int) -> int:
+        """Bytes at its begin that are left out where it begins a text: a blank, in some tokenizers."""
+        raw = self.raw(token, special=True)
+        if self.text is None or not raw.startswith(b" "):
+            return 0
+        alone = self.text.decode([token]).encode()
+        return len(raw) - len(alone) if raw.endswith(alone) else 0
+
     def _look_at(self, token: int) -> tuple[str, list[int] | None]:
         if self.text is None:
             return f"token_id:{token}", None
@@ -235,6 +247,10 @@ def _seen(where: str, part: dict, kind: str, chat: Chat) -> dict:
         message = f"{where}: got image {len(found) + 1}, expected at most {chat.most_images} in one prompt"
         raise APIError(400, message, param="messages", code="invalid_value")
     given = part.get(name)
+    _check_keys(where, part, ("type", name))
+    if isinstance(given, dict):
+        _check_keys(f"{where}.{name}", given, ("url", "detail"))
+        check_neutral(f"{where}.{name}.detail", given.get("detail"), ("auto", "high"))
     url = given.get("url") if isinstance(given, dict) else given
     if isinstance(url, str) and is_remote(url):
         try:
@@ -245,6 +261,14 @@ def _seen(where: str, part: dict, kind: str, chat: Chat) -> dict:
         raise _wrong(f"{where}.{name}.url", url, "a data: URI")
     found.append((where, url))
     return {"type": kind}
+
+
+def _check_keys(where: str, part: dict, known: Collection[str]) -> None:
+    """cache_control is read by nobody: no bit of an answer depends on what the cache has."""
+    unknown = next((n for n, v in part.items() if v is not None and n not in (*known, "cache_control")), None)
+    if unknown is not None:
+        message = f"{where}.{unknown}: there is no such field here"
+        raise APIError(400, message, param="messages", code="invalid_value")
 
 
 _SEEN = {"image_url": "image", "video_url": "video"}
@@ -264,6 +288,7 @@ def _message(index: int, given: dict, knows_developer: bool, chat: Chat) -> dict
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else part
                 raise _wrong(f"{where}.content[{number}]", kind, '{"type": "text", "text": "..."}')
+            _check_keys(f"{where}.content[{number}]", part, ("type", "text"))
             parts.append({"type": "text", "text": part["text"]})
         content = parts if any(part["type"] != "text" for part in parts) else "\n".join(p["text"] for p in parts)
     if not isinstance(content, str | list) and not (content is None and role == "assistant"):
