@@ -100,8 +100,9 @@ def base_forward(
     if given is None:
         raise ValueError("input_ids: got None, expected input_ids or inputs_embeds")
     size, device = given.shape[:2], given.device
-    if given.dim() < 2 or not size.numel():
-        raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (B, S) with at least one token")
+    name, form = ("input_ids", "(B, S)") if input_ids is not None else ("inputs_embeds", "(B, S, H)")
+    if given.dim() != form.count(",") + 1 or not size.numel():
+        raise ValueError(f"{name}: got shape {tuple(given.shape)}, expected {form} with at least one token")
     attentions = kwargs.get("output_attentions")
     if attentions is None and vexact_paged is None and patch.seen is None:  # else nobody would have them
         attentions = getattr(self.config, "output_attentions", False)
@@ -114,8 +115,11 @@ def base_forward(
         position_ids = batch.one_axis(position_ids)
     else:
         position_ids, axes = batch.text_axis(position_ids)
-    if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != size[1]):
-        raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected (B or 1, {size[1]})")
+    if position_ids is not None and (
+        position_ids.dim() != 2 or position_ids.shape[0] not in (1, size[0]) or position_ids.shape[1] != size[1]
+    ):
+        got, beside = tuple(position_ids.shape), tuple(size)
+        raise ValueError(f"position_ids: got shape {got}, expected (B or 1, {size[1]}) for tokens of shape {beside}")
     given_positions = position_ids is not None and axes is None
     seen = None
     if patch.seen is not None:
@@ -372,7 +376,7 @@ def causal_forward(
     hidden, logits, loss = out.last_hidden_state, None, None
     if vexact_score is not None:
         return _scores(patch, hidden, vexact_score)
-    kept = hidden[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+    kept = hidden[:, _kept(logits_to_keep)]
     if labels is None or not skip_logits:
         logits = logits_of(patch, kept)
     if own_loss:
@@ -381,6 +385,10 @@ def causal_forward(
     elif labels is not None:  # of the rows that are kept, as without the patch, or of all
         targets = labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
         of_kept = targets.numel() == kept.shape[0] * kept.shape[1]
+        if attention_mask is not None:
+            tokens = attention_mask[:, -hidden.shape[1] :].to(targets.device) != 0
+            tokens = tokens[:, _kept(logits_to_keep)] if of_kept else tokens
+            _check_labels(tokens, labels, kwargs.get("shift_labels"), kwargs.get("ignore_index", -100))
         loss = _loss_of(patch, kept if of_kept else hidden, labels, **kwargs)
     out = CausalLMOutputWithPast(
         loss=loss,
@@ -449,6 +457,25 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
         asked.values = values
     asked.made = tuple(map(id, values))
     return batch.Values(*values) if patch.unjudged_hook() else values
+
+
+def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+
+
+def _check_labels(tokens: Tensor, labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> None:
+    """That nothing is to be learned of what comes out at padding, numbers without meaning. (B, S) bool tokens; a loss
+    of other shapes is refused by its op."""
+    target = next_tokens(labels, shift_labels, ignore_index).to(tokens.device)
+    if target.numel() != tokens.numel():
+        return
+    wrong = (~tokens & (target.view(tokens.shape) != ignore_index)).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        raise ValueError(
+            f"labels: got {len(wrong)} of tokens that would be predicted at padding of attention_mask (the first in "
+            f"row {row} at token {place}), expected {ignore_index}: also of a first token behind padding on the left"
+        )
 
 
 def next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
