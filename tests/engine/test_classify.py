@@ -116,6 +116,23 @@ def test_batches_and_packed_rows_have_the_scores_of_a_row_alone(of_trainer):
     assert not torch.equal(stock.float(), expected)  # rounded, and computed in another order
 
 
+def test_padding_by_another_token_than_the_configs_is_not_scored(tmp_path):
+    """A tokenizer's pad_token_id is easily set without the config's: padding would have been scored, silently."""
+    model = AutoModelForSequenceClassification.from_pretrained(made("qwen3", tmp_path), dtype=torch.bfloat16)
+    ids = torch.tensor([[5, 6, 7, 9, 9], [5, 6, 7, 8, 4]])
+    behind, before = (torch.tensor([row, [1] * 5]) for row in ([1, 1, 1, 0, 0], [0, 0, 1, 1, 1]))
+    with vx.patch.hf(model), torch.no_grad():
+        with pytest.raises(ValueError, match=r"attention_mask: got padding at token 4 of row 0, .* pad_token_id \(0\)"):
+            model(input_ids=ids, attention_mask=behind)
+        left = model(input_ids=ids.roll(2, 1), attention_mask=before).logits  # nothing is looked for before tokens
+        alone = model(input_ids=ids[:1, :3]).logits
+        assert_bitwise(left[:1], alone)
+        nothing = model(input_ids=ids * 0, attention_mask=torch.tensor([[0] * 5, [1] * 5])).logits
+        assert nothing.shape == left.shape  # a row that only fills the batch up is no fault
+        model.config.pad_token_id = 9
+        assert_bitwise(model(input_ids=ids, attention_mask=behind).logits[:1], alone)
+
+
 def test_what_scores_does_not_generate_and_the_other_way_round(tmp_path):
     with Engine.from_pretrained(made("qwen3", tmp_path / "scores"), config=EngineConfig(num_pages=16)) as engine:
         (done,) = engine.generate([[5, 6]], SamplingParams(max_new_tokens=1))

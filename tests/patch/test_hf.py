@@ -238,6 +238,40 @@ def test_loss(name, device, dtype):
     assert_bitwise(model(ids, attention_mask=mask, labels=labels).loss, stock, "stock again")
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_loss_of_what_comes_out_at_padding_is_refused(side):
+    """It would depend on how a row is padded: with -100 there it is that of the rows alone."""
+    model, seqs = tiny("llama"), sequences((7, 3))
+    ids, mask = pad(seqs, side, 9)
+    labels = ids.masked_fill(mask == 0, -100)
+    if side == "left":
+        at = mask.argmax(1)
+        wrong = [(labels, r"got 2 of tokens .* row 0 at token 1\), expected -100: also")]
+        labels = labels.index_put((torch.arange(2), at), torch.tensor(-100))
+        wrong += [(labels.masked_fill(mask == 0, 5), r"got 6 of tokens .* row 0 at token 0\)")]
+    else:
+        wrong = [(labels.index_put((torch.tensor(1), torch.tensor(4)), ids[1, 4]), r"got 1 of .* row 1 at token 3\)")]
+        labels[1, 3] = 7  # which the last token predicts: the end of a text, say, that rows are padded with
+    with vx.patch.hf(model), torch.no_grad():
+        got = model(ids, attention_mask=mask, labels=labels).loss
+        for others, words in wrong:
+            with pytest.raises(ValueError, match=f"^labels: {words}"):
+                model(ids, attention_mask=mask, labels=others)
+            shifted = torch.nn.functional.pad(others, (0, 1), value=-100)[:, 1:]
+            with pytest.raises(ValueError, match=f"^labels: {words}"):
+                model(ids, attention_mask=mask, labels=others, shift_labels=shifted)
+            zeros = others.masked_fill(others == -100, 0)
+            with pytest.raises(ValueError, match=r"^labels: .* expected 0: also"):
+                model(ids, attention_mask=mask, labels=zeros, ignore_index=0)
+        with pytest.raises(ValueError, match=r"^labels: got 2 of tokens"):
+            kept = torch.tensor([0 if side == "left" else 7, 8])
+            model(ids, attention_mask=mask, labels=torch.full((2, 2), 5), logits_to_keep=kept)
+        alone = [model(ids[i][mask[i] != 0][None]).logits[0] for i in range(2)]
+        rows = [labels[i, 1:][mask[i, :-1] != 0] for i in range(2)]
+        logits = torch.cat([x[: len(t)] for x, t in zip(alone, rows)])
+        torch.testing.assert_close(got, torch.nn.functional.cross_entropy(logits, torch.cat(rows)), rtol=1e-6, atol=0)
+
+
 # accuracy
 
 
@@ -385,6 +419,22 @@ def test_bad_batches_are_named():
             model(row, vexact_paged=object())
         with pytest.raises(ValueError, match=r"position_ids: got shape \(1, 3\)"):
             model(ids, position_ids=positions[:, :3])
+        for wrong in (positions[:, :11].expand(2, -1), positions[:, :11].expand(5, -1)):  # of three rows
+            with pytest.raises(ValueError, match=r"^position_ids: got shape \(\d, 11\), expected \(B or 1, 11\)"):
+                model(ids, position_ids=wrong)
+            for beside in ({}, {"attention_mask": mask}):
+                with pytest.raises(ValueError, match=r"^logprobs: position_ids: got shape \(\d, 11\)"):
+                    handle.logprobs(ids, position_ids=wrong, **beside)
+        with pytest.raises(ValueError, match=r"^position_ids: got shape \(2, 19\), .* of shape \(1, 19\)"):
+            model(row, position_ids=positions.expand(2, -1), cu_seq_lens_q=cu, use_cache=False)
+        for wrong in (mask[:, 1:], mask[:1], mask[None], mask[0]):
+            with pytest.raises(ValueError, match=r"^logprobs: attention_mask: got shape \(.*, expected \(3, 11\)"):
+                handle.logprobs(ids, attention_mask=wrong)
+        for name, values in (("attention_mask", mask), ("position_ids", positions)):
+            with pytest.raises(TypeError, match=f"^logprobs: {name}: got a list, expected a tensor"):
+                handle.logprobs(ids, **{name: values.tolist()})
+        with pytest.raises(ValueError, match=r"inputs_embeds: got shape \(11, 32\), expected \(B, S, H\)"):
+            model(inputs_embeds=torch.zeros(11, 32))
         with pytest.raises(ValueError, match="expected input_ids or inputs_embeds"):
             model()
         with pytest.raises(ValueError, match=r"input_ids: got shape \(1, 0\)"):

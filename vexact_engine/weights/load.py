@@ -195,6 +195,15 @@ def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dty
             f"weights: source: {some(sharded)}: shards of a parallel {name} (DTensor), expected whole tensors: an "
             "engine owns its weights; give it a model of its own, and these by update_weights (full_tensor())"
         )
+    if bare := [n for n, p in model.named_parameters() if p.is_meta]:
+        raise ValueError(f"weights: source: {some(bare)}: the given {name} has no weights there yet (device meta)")
+    ends = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = (getattr(end, "weight", None) for end in ends)
+    if head is not None and embedding is not None and len(head) > len(embedding):
+        raise ValueError(
+            f"weights: source: the output layer of the given {name} has {len(head)} rows, its embedding "
+            f"{len(embedding)}: a token that is drawn could not be read: make both alike (resize_token_embeddings)"
+        )
     # What may be fp32 whatever the rest is, as from_pretrained has it, and PEFT its adapters.
     wide = {*kept_in_fp32(model), *lora.adapters(model)}
     dtypes = {p.dtype for n, p in model.named_parameters() if n not in wide or p.dtype != torch.float32}

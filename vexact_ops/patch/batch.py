@@ -347,6 +347,23 @@ def raise_later(wrong: Tensor, message: str) -> Callable[[], None]:
     return check
 
 
+def check_beside(op: str, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Tensor | None:
+    """Types and shapes of what comes beside (B, S) ids. Positions, those of one row, (S,), as (1, S)."""
+    for name, given in {"attention_mask": mask, "position_ids": position_ids}.items():
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"{op}: {name}: got a {type(given).__name__}, expected a tensor")
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(f"{op}: attention_mask: got shape {tuple(mask.shape)}, expected {tuple(ids.shape)}")
+    if position_ids is None:
+        return None
+    rows, tokens = ids.shape
+    places = position_ids[None] if position_ids.dim() == 1 else position_ids
+    if places.dim() not in (2, 3) or places.shape[-2] not in (1, rows) or places.shape[-1] != tokens:
+        got, beside = tuple(position_ids.shape), tuple(ids.shape)
+        raise ValueError(f"{op}: position_ids: got shape {got}, expected (B or 1, {tokens}) for tokens of {beside}")
+    return places
+
+
 def check_begins(op: str, position_ids: Tensor, ids: Tensor, mask: Tensor | None) -> None:
     """Each sequence counts from 0, as an engine counts it: from elsewhere its bits are others, in the last places."""
     place = position_ids.expand(ids.shape)

@@ -100,8 +100,9 @@ def base_forward(
     if given is None:
         raise ValueError("input_ids: got None, expected input_ids or inputs_embeds")
     size, device = given.shape[:2], given.device
-    if given.dim() < 2 or not size.numel():
-        raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (B, S) with at least one token")
+    name, form = ("input_ids", "(B, S)") if input_ids is not None else ("inputs_embeds", "(B, S, H)")
+    if given.dim() != form.count(",") + 1 or not size.numel():
+        raise ValueError(f"{name}: got shape {tuple(given.shape)}, expected {form} with at least one token")
     attentions = kwargs.get("output_attentions")
     if attentions is None and vexact_paged is None and patch.seen is None:  # else nobody would have them
         attentions = getattr(self.config, "output_attentions", False)
@@ -114,8 +115,11 @@ def base_forward(
         position_ids = batch.one_axis(position_ids)
     else:
         position_ids, axes = batch.text_axis(position_ids)
-    if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != size[1]):
-        raise ValueError(f"position_ids: got shape {tuple(position_ids.shape)}, expected (B or 1, {size[1]})")
+    if position_ids is not None and (
+        position_ids.dim() != 2 or position_ids.shape[0] not in (1, size[0]) or position_ids.shape[1] != size[1]
+    ):
+        got, beside = tuple(position_ids.shape), tuple(size)
+        raise ValueError(f"position_ids: got shape {got}, expected (B or 1, {size[1]}) for tokens of shape {beside}")
     given_positions = position_ids is not None and axes is None
     seen = None
     if patch.seen is not None:
@@ -372,7 +376,7 @@ def causal_forward(
     hidden, logits, loss = out.last_hidden_state, None, None
     if vexact_score is not None:
         return _scores(patch, hidden, vexact_score)
-    kept = hidden[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+    kept = hidden[:, _kept(logits_to_keep)]
     if labels is None or not skip_logits:
         logits = logits_of(patch, kept)
     if own_loss:
@@ -381,6 +385,10 @@ def causal_forward(
     elif labels is not None:  # of the rows that are kept, as without the patch, or of all
         targets = labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
         of_kept = targets.numel() == kept.shape[0] * kept.shape[1]
+        if attention_mask is not None:
+            tokens = attention_mask[:, -hidden.shape[1] :].to(targets.device) != 0
+            tokens = tokens[:, _kept(logits_to_keep)] if of_kept else tokens
+            _check_labels(tokens, labels, kwargs.get("shift_labels"), kwargs.get("ignore_index", -100))
         loss = _loss_of(patch, kept if of_kept else hidden, labels, **kwargs)
     out = CausalLMOutputWithPast(
         loss=loss,
@@ -388,98 +396,6 @@ def causal_forward(
         hidden_states=out.hidden_states,
         attentions=out.attentions,
         **{patch.cache: getattr(out, patch.cache)},
-    )
-    return noted_call(patch, input_ids, out)
-
-
-@functools.cache
-def wrapped_classifier_forward() -> Callable:
-    from transformers.utils import can_return_tuple
-
-    return can_return_tuple(classifier_forward)
-
-
-def last_tokens(input_ids: Tensor, pad: int | None) -> Tensor:
-    """(B, S) to (B,): where each row's last token is that is no padding; 0 of a row of padding alone."""
-    places = torch.arange(input_ids.shape[-1], device=input_ids.device)
-    return (places if pad is None else places * (input_ids != pad)).expand(input_ids.shape).argmax(-1)
-
-
-def last_of_packed(input_ids: Tensor, cu_seqlens: Tensor, pad: int | None) -> Tensor:
-    """(1, T) to (N,): the same of each sequence that is packed in the row, none of them empty."""
-    tokens = input_ids.shape[1]
-    places = torch.arange(tokens, device=input_ids.device)
-    begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    if pad is None:
-        return ends - 1
-    seen = torch.where(input_ids[0] == pad, -1, places).cummax(0)[0]  # the last one up to here that is none
-    return torch.maximum(seen[ends - 1], begins)
-
-
-@without_autocast
-def classifier_forward(
-    self,
-    input_ids=None,
-    attention_mask=None,
-    position_ids=None,
-    past_key_values=None,
-    inputs_embeds=None,
-    labels=None,
-    use_cache=None,
-    cu_seq_lens_q=None,
-    vexact_autocast=False,
-    cache=None,
-    **kwargs,
-):
-    """Scores of each sequence, fp32, at its last token that is no padding: of each row, or of each that is packed in
-    one row. The loss is the class's own, of those."""
-    from transformers.modeling_outputs import SequenceClassifierOutputWithPast
-
-    patch = self._vexact
-    patch.check()
-    pad = self.config.get_text_config().pad_token_id
-    out = patch.base(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        **{patch.cache: one_cache(cache, past_key_values)},
-        inputs_embeds=inputs_embeds,
-        use_cache=use_cache,
-        cu_seq_lens_q=cu_seq_lens_q,
-        return_dict=True,
-        vexact_checked=True,
-        vexact_autocast=vexact_autocast,
-        **kwargs,
-    )
-    hidden = out.last_hidden_state
-    size, rows = hidden.shape[:2], hidden.flatten(0, 1)
-    if cu_seq_lens_q is None and attention_mask is None and position_ids is not None and size[0] == 1:
-        cu_seq_lens_q = batch.restarts(batch.one_axis(position_ids), *size)
-    if input_ids is None:
-        if attention_mask is not None or size[0] != 1:
-            raise ValueError("inputs_embeds: got a batch, expected one row, or input_ids, which tell padding")
-        input_ids, pad = torch.zeros(size, dtype=torch.int64, device=hidden.device), None
-    if pad is None and attention_mask is None and size[0] > 1 and patch.seen is None:
-        raise ValueError(
-            "input_ids: got several rows, but the config has no pad_token_id to tell padding by: set one, or give an "
-            "attention_mask of ones"
-        )
-    if pad is None and attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError("attention_mask: got padding, but the config has no pad_token_id to tell it by: set one")
-    if cu_seq_lens_q is not None:
-        index = last_of_packed(input_ids, cu_seq_lens_q, pad)
-    else:
-        index = last_tokens(input_ids, pad) + size[1] * torch.arange(size[0], device=hidden.device)
-    logits = logits_of(patch, rows.index_select(0, index))
-    loss = None
-    if labels is not None:
-        loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-    out = SequenceClassifierOutputWithPast(
-        loss=loss,
-        logits=logits,
-        hidden_states=out.hidden_states,
-        attentions=out.attentions,
-        past_key_values=getattr(out, patch.cache),
     )
     return noted_call(patch, input_ids, out)
 
@@ -541,6 +457,25 @@ def _scores(patch, hidden: Tensor, asked: batch.Score) -> tuple[Tensor, ...]:
         asked.values = values
     asked.made = tuple(map(id, values))
     return batch.Values(*values) if patch.unjudged_hook() else values
+
+
+def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+
+
+def _check_labels(tokens: Tensor, labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> None:
+    """That nothing is to be learned of what comes out at padding, numbers without meaning. (B, S) bool tokens; a loss
+    of other shapes is refused by its op."""
+    target = next_tokens(labels, shift_labels, ignore_index).to(tokens.device)
+    if target.numel() != tokens.numel():
+        return
+    wrong = (~tokens & (target.view(tokens.shape) != ignore_index)).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        raise ValueError(
+            f"labels: got {len(wrong)} of tokens that would be predicted at padding of attention_mask (the first in "
+            f"row {row} at token {place}), expected {ignore_index}: also of a first token behind padding on the left"
+        )
 
 
 def next_tokens(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

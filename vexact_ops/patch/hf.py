@@ -14,7 +14,7 @@ from .._core.numerics import numerics
 from ..attention.op import KEY_BLOCK, check_segment
 from ..attention.op import ROOM as ATTENTION
 from . import forwards, lora, plan, replicated, rotary
-from .batch import Score, axis_and_check, check_begins, check_counts, check_cu, sent, text_axis
+from .batch import Score, axis_and_check, check_begins, check_beside, check_counts, check_cu, sent, text_axis
 from .description import Decoder, Pages, State
 from .grids import grids_of
 from .images import Encoded, check_pixels, encode
@@ -254,8 +254,7 @@ class Handle:
             raise ValueError("logprobs: the model is patched with sequence_parallel: call it with vexact_score")
         replicated.check(patch, "logprobs")
         ids = input_ids if input_ids.dim() == 2 else input_ids[None]
-        if position_ids is not None and position_ids.dim() == 1:
-            position_ids = position_ids[None]
+        position_ids = check_beside("logprobs", ids, attention_mask, position_ids)
         images = {
             "pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "pixel_values_videos": pixel_values_videos,
             "video_grid_thw": video_grid_thw, "second_per_grid_ts": second_per_grid_ts,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import delta, forwards, gates, lora, mixture, pieces, rotary, slots, vision
+from . import classifier, delta, forwards, gates, lora, mixture, pieces, rotary, slots, vision
 from . import latent as latent_form
 from .pieces import NotCovered
 
@@ -185,7 +185,7 @@ def causal_model(module: nn.Module, facts: Facts) -> Answer:
     if facts.model.get_output_embeddings() is None:
         _check_classifier(facts)
         return Replace(
-            forwards.wrapped_classifier_forward(), "linear_logits", "of a sequence's last token; loss: stock"
+            classifier.wrapped_classifier_forward(), "linear_logits", "of a sequence's last token; loss: stock"
         )
     forward, scale, softcap = _causal_forward(facts)
     ours, note = _loss(module)
@@ -298,7 +298,7 @@ def _check_classifier(facts: Facts) -> None:
     tried = pieces.twin(model, {base_name: Hidden(), "score": score})
     tried.__dict__["num_labels"] = 3
     got = pieces.run_stock(tried, input_ids=ids)
-    last = forwards.last_tokens(ids, pad)
+    last = classifier.last_tokens(ids, pad)
     expected = hidden[torch.arange(len(ids)), last] @ score.weight.detach().t()
     if not pieces.agree(got.logits, expected, 1e-9):
         raise NotCovered("a classifier that scores something else than a sequence's last token")
