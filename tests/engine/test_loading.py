@@ -319,6 +319,18 @@ def test_a_model_that_is_wrapped_or_has_no_head():
         load(mixed)
 
 
+def test_a_loaded_model_that_no_token_could_be_drawn_of_is_refused():
+    """Not in the middle of a step, where a token without a row would end every request there is."""
+    model = build("Llama", torch.bfloat16, tie_word_embeddings=False)
+    model.lm_head = torch.nn.Linear(48, 40, bias=False, dtype=torch.bfloat16)
+    assert load(model).model is model  # fewer are some that are never drawn
+    model.lm_head = torch.nn.Linear(48, 400, bias=False, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"output layer of the given LlamaForCausalLM has 400 rows, its embedding 160"):
+        load(model)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no weights there yet \(device meta\)"):
+        load(model.to("meta"))
+
+
 @pytest.mark.parametrize("rename, message", [
     (lambda n: f"_orig_mod.{n}", r"names with '_orig_mod.' of torch.compile: strip that"),
     (lambda n: f"module.{n}", r"names with 'module.' of DistributedDataParallel: strip that"),

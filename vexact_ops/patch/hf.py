@@ -456,7 +456,7 @@ def hf(
     position_ids are given), packed rows (cu_seq_lens_q, or position_ids that restart), a DynamicCache
     (`cache`, or as transformers before 5.24 has it, `past_key_values`),
     `vexact_paged=PagedBatch(...)` from an engine and `vexact_score=Score(...)` from a trainer. Padding rows come out as
-    numbers without meaning.
+    numbers without meaning: labels of what they would predict are refused.
 
     Models of images: the image encoder (patches, its table of positions, rotation by row and column, attention within
     each frame or window, mergers) is covered as the decoder is, trained or frozen. An image's rows depend on that image
