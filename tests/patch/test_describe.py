@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 import vexact_ops as vx
 from vexact_ops.patch import COVERED, NotDescribed
 from vexact_ops.patch.description import (
+    Adapter,
     Attention,
     Factor,
     Head,
@@ -213,11 +214,19 @@ def test_a_description_is_data():
         found.kv_segment = 64
 
 
-def test_lora_has_no_words():
+def test_a_projection_has_adapters():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=["v_proj"]))
-    with vx.patch.hf(model) as handle, pytest.raises(NotDescribed, match=r"block 0: its attention: .*add"):
-        handle.describe()
+    model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=4, lora_alpha=6, target_modules=["v_proj"]))
+    with vx.patch.hf(tiny("llama")) as handle:
+        plain = handle.describe()
+    with vx.patch.hf(model) as handle:
+        found = handle.describe()
+        with model.disable_adapter():
+            assert not handle.describe().layers[0].blocks[0].part.v.adapters
+    v, name = found.layers[0].blocks[0].part.v, "model.layers.0.self_attn.v_proj"
+    assert v.adapters == (Adapter(f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight", 1.5),)
+    assert v.weight == f"{name}.base_layer.weight" and {of.down for of in v.adapters} < found.names()
+    assert found.layers[0].blocks[0].part.q == plain.layers[0].blocks[0].part.q
 
 
 class Other(modeling_llama.LlamaDecoderLayer):

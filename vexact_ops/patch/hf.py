@@ -80,9 +80,9 @@ class Handle:
         """What patching found, as a tree of dataclasses: of each layer its norms, projections, attention or latent
         attention, feed-forward block or mixture; the embedding, the tables of angles and the output layer. Read off
         one forward on fake tensors, so weights may be on meta, and nothing goes by the names of classes or modules.
-        Kept until modules are put in or taken out.
+        Kept until modules are put in or taken out, or adapters switched.
 
-        raises  NotDescribed naming what the description has no words for (LoRA among it); RuntimeError after undo()
+        raises  NotDescribed naming what the description has no words for; RuntimeError after undo()
         """
         self._check()
         with LOCK:

@@ -44,6 +44,13 @@ def adapters(model: nn.Module) -> set[str]:
     return found
 
 
+def switches(model: nn.Module) -> list[str]:
+    """Of each layer, which adapters are active, merged or disabled, and their scalings."""
+    names = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
+    layers = (vars(module) for module in model.modules() if is_peft(module) and _base_layer(module) is not None)
+    return [repr([own.get(name) for name in names]) for own in layers]
+
+
 def is_saved(module: nn.Module) -> bool:
     """A wrapper of modules_to_save: one of several copies, each of which is covered, or not, for itself."""
     return is_peft(module) and type(module).__name__ == "ModulesToSaveWrapper"

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 
 from .._core.operator import watched
-from . import facts, forwards, layer, plan, prompt_learning, rotary, slots, whole
+from . import facts, forwards, layer, lora, plan, prompt_learning, rotary, slots, whole
 from .describe import describe, read
 from .description import Decoder, Head, NotDescribed, Pages, State
 from .pieces import class_of, computes_itself, refuse_training
@@ -125,7 +125,7 @@ class Patch:
         self.states = False  # whether layers have a state, which no cache of transformers holds
         self.packed = False  # whether the decoder's layers, VeOmni's, want to be told where sequences begin
         self.description = None  # or why there is none
-        self.described: list[tuple] = []  # the dtypes of the parameters that it was made of
+        self.described: list = []  # the dtypes of the parameters that it was made of, and which adapters are active
         self.attended: tuple[Pages | State, ...] = ()  # what each layer remembers, by what the audit saw
         self.facts: tuple | None = None  # what facts.py has read, and of which state
         self.tried = {}  # what is known of modules that are alike
@@ -356,9 +356,10 @@ class Patch:
 
     def describe(self) -> Decoder:
         self.check()
-        dtypes = [(name, p.dtype) for name, p in self.model.named_parameters(remove_duplicate=False)]
-        if self.description is None or self.described != dtypes:
-            self.description, self.described, head = None, dtypes, self.described_head()
+        of: list = [(name, p.dtype) for name, p in self.model.named_parameters(remove_duplicate=False)]
+        of += lora.switches(self.model)
+        if self.description is None or self.described != of:
+            self.description, self.described, head = None, of, self.described_head()
             try:
                 with _isolated(self.model):
                     found = describe(self.model, self.base, head, self.options["kv_segment"])
