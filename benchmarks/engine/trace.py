@@ -234,10 +234,10 @@ class Profiler:
             text, theirs = path.read_text(), {}
             if self._others is not None:
                 self._others.ask("traced", path=str(Path(folder) / "of"))
-                theirs = {file.name: gzip.decompress(file.read_bytes()) for file in sorted(Path(folder).glob("of.*"))}
+                theirs = {file.name: file.read_bytes() for file in sorted(Path(folder).glob("of.*"))}
         self._keep(text.encode(), theirs)
         if self.engine.device.type == "cuda":
-            of = next(iter(theirs.values()), text)
+            of = gzip.decompress(next(iter(theirs.values()))) if theirs else text
             fill(self.window, json.loads(of)["traceEvents"], bool(theirs))
         else:
             named = [(e.key, e.count, e.self_cpu_time_total * 1e-6) for e in profile.key_averages()]
@@ -245,15 +245,17 @@ class Profiler:
             self.window.kernels = sorted(named, key=lambda e: -e[2])
 
     def _keep(self, own: bytes, theirs: dict[str, bytes]) -> None:
+        """Theirs are packed."""
         if self.trace is None:
             return
         self.trace.parent.mkdir(parents=True, exist_ok=True)
         packed = self.trace.suffix == ".gz"
         stem = self.trace.name.removesuffix(".gz").removesuffix(".json")
         named = {stem + name.removeprefix("of"): data for name, data in theirs.items()}
-        for name, data in (named | {self.trace.name: own}).items():
-            name = name if packed else name.removesuffix(".gz")
-            self.trace.with_name(name).write_bytes(gzip.compress(data) if packed else data)
+        self.trace.write_bytes(gzip.compress(own) if packed else own)
+        for name, data in named.items():
+            name, data = (name, data) if packed else (name.removesuffix(".gz"), gzip.decompress(data))
+            self.trace.with_name(name).write_bytes(data)
 
 
 def fill(window: Window, events: Iterable[dict], apart: bool = False) -> None:

@@ -20,7 +20,7 @@ from vexact_ops.testing import assert_bitwise
 
 from . import rewards
 from .models import FAMILIES, HYBRIDS, WITH_VISION
-from .ppo import Case, Run, check, check_training, compared, lines, run
+from .ppo import Case, Run, check, check_samples, check_training, compared, lines, run
 
 TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
 # VeOmni has no FSDP for one rank. verl gives all requests one id then: the samples of a prompt differ nevertheless
@@ -257,3 +257,12 @@ def test_a_run_ends_when_an_agent_loop_worker_has_died(models, tmp_path):
         assert killed
         with pytest.raises(AssertionError, match="vexact: an agent-loop worker has died"):
             running.result()
+
+
+@pytest.mark.parametrize("logprob, faulty", [(-5.0, True), (-0.01, False)], ids=["of many", "the likeliest"])
+def test_two_equal_answers_are_a_fault_where_they_were_unlikely(logprob, faulty):
+    bits = torch.full((8,), logprob, dtype=torch.float32).view(torch.int32).tolist()
+    same = {"prompts": [1], "responses": [2] * 8, "response_mask": [1] * 8, "rollout_log_probs": bits}
+    check_samples([same, same | {"responses": [3] * 8}])
+    with pytest.raises(AssertionError, match="are one") if faulty else contextlib.nullcontext():
+        check_samples([same, same])

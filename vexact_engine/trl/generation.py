@@ -1,6 +1,6 @@
 """What TRL asks of an engine that generates for it, asked of ours."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class Generation:
         fields: dict[str, Any],
         seed: int,
         sleeps: bool,
-        names: Collection[str] | None = None,
+        names: Set[str] | None = None,
     ):
         self.engine, self._handle, self._fields, self._seed, self._sleeps = engine, handle, fields, seed, sleeps
         self._names, self._asked, self._has_all = names, 0, False
@@ -46,9 +46,10 @@ class Generation:
         model: nn.Module = self._handle.model
         kinds, adapters = compute_dtypes(model), lora.adapters(model)
         alone = adapters and self._has_all and not any(p.requires_grad for p in _others(model, adapters))
+        unknown = set() if self._names is None else adapters - self._names  # TRL's reference is an adapter of its own
         for name, value in model.state_dict().items():
-            if (alone and name not in adapters) or (name in adapters and name not in self._names):
-                continue  # TRL's reference is an adapter of its own
+            if name in unknown or (alone and name not in adapters):
+                continue
             tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
             yield name, tensor.to(kinds.get(name, tensor.dtype))
 

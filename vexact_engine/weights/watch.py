@@ -7,8 +7,9 @@ from itertools import repeat
 import torch
 from torch.nn.modules import module as of_all
 
+from vexact_ops.patch.lora import SWITCHES
+
 _version, _pointer = operator.attrgetter("_version"), torch.Tensor.data_ptr
-_SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"  # of PEFT's layers
 
 
 class Watch:
@@ -48,7 +49,7 @@ class Watch:
 
     def _switches(self) -> list:
         """Which adapters are active, merged or disabled, and their scalings."""
-        found = [own.get(name) for own in self._adapted for name in _SWITCHES]
+        found = [own.get(name) for own in self._adapted for name in SWITCHES]
         return [value.copy() if isinstance(value, list | dict) else value for value in found]
 
     def note_written(self) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from .pieces import NotCovered, agree, random, run_stock, small_linear, twin
 
+SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"  # of PEFT's layers
+
 
 def is_peft(module: nn.Module) -> bool:
     return type(module).__module__.startswith("peft.")
@@ -46,9 +48,8 @@ def adapters(model: nn.Module) -> set[str]:
 
 def switches(model: nn.Module) -> list[str]:
     """Of each layer, which adapters are active, merged or disabled, and their scalings."""
-    names = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
     layers = (vars(module) for module in model.modules() if is_peft(module) and _base_layer(module) is not None)
-    return [repr([own.get(name) for name in names]) for own in layers]
+    return [repr([own.get(name) for name in SWITCHES]) for own in layers]
 
 
 def is_saved(module: nn.Module) -> bool:
