@@ -319,8 +319,8 @@ def check(ran: Run) -> int:
         # the next step has other weights; VeOmni's schedule ends at 0 behind the last one
         assert metrics["actor/grad_norm"] > 1e-3 and (metrics["actor/lr"] > 0 or number + 1 == case.steps)
         assert step["step"] == number + 1 and len(step["samples"]) == 8
-        check_samples(step["samples"])
         tokens += check_step(step["samples"], number, case.turns)
+        check_samples(step["samples"])
     check_training(ran)
     assert tokens > case.steps * 8 * 4
     return tokens
