@@ -31,6 +31,8 @@ ZERO = (
     "rollout_corr/log_ppl_abs_diff",
     "actor/ppo_kl",
 )
+# What Ray says where its own processes have not begun within 30 s, which no setting changes: nothing has run by then.
+NOT_STARTED, STARTS = "The current node timed out during startup", 3
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,15 @@ def launch(command: list[str], env: dict[str, str], folder: Path, timeout: float
 
     forked  it is a fork, as Ray's workers are, where they may be (workers.py); False: they begin as for users
     """
+    for _ in range(STARTS):
+        code, end = _launched(command, env, folder, timeout, forked)
+        if code == 0 or NOT_STARTED not in end:
+            break
+    assert code == 0, f"{' '.join(command[:4])} ...: {code}\n{end}"
+
+
+def _launched(command: list[str], env: dict[str, str], folder: Path, timeout: float, forked: bool) -> tuple:
+    """Its exit status, or why it has none, and the end of its log."""
     short = tempfile.mkdtemp(prefix="vx-", dir="/tmp")  # Ray's sockets are in it, whose names may not be long
     command, env = [*command, f"+ray_kwargs.ray_init._temp_dir={short}"], {**os.environ, **env}
     with open(folder / "log.txt", "w") as log, contextlib.ExitStack() as stack:
@@ -201,8 +212,7 @@ def launch(command: list[str], env: dict[str, str], folder: Path, timeout: float
         finally:
             process.kill()
             process.wait()
-    end = "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-80:])
-    assert code == 0, f"{' '.join(command[:4])} ...: {code}\n{end}"
+    return code, "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-80:])
 
 
 def lines(path: Path) -> list[dict]:
