@@ -90,6 +90,7 @@ def test_files_have_the_bits_of_what_peft_makes_of_them(name, tmp_path):
         expected, numerics = ask(engine), engine.numerics()
     with started(tmp_path / "base", tmp_path / "adapter") as engine:
         assert ask(engine) == expected and engine.numerics() == numerics and engine.path == "fused"
+        assert numerics["model"]["adapters"]["q_proj" if name != "deepseek_v3" else "kv_b_proj"] in ("1.5", "3.0")
 
 
 def test_a_directory_of_an_adapter_is_its_model_with_it(saved):
@@ -146,6 +147,9 @@ def test_tensors_come_by_updates_under_the_names_that_there_are(saved):
         assert ask(engine) == plain
         update(state)
         assert ask(engine) == expected
+        other = numerics | {"model": numerics["model"] | {"adapters": {"q_proj": "2.0"}}}
+        with pytest.raises(ValueError, match=r"model.adapters.q_proj: got '2.0', expected '1.5'"):
+            engine.update_weights(state, numerics=other)
         update(bare | alone)
         assert ask(engine) == expected
 
