@@ -15,6 +15,7 @@ from test_decoder import model_of, run, sequences
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, WeightsMissing
+from vexact_engine.proof import stock
 from vexact_engine.runner.forward import forward
 from vexact_engine.weights.load import load
 from vexact_ops.testing import assert_bitwise
@@ -301,6 +302,9 @@ def test_commands_take_it(saved, capsys, changed):
     code, out, err = command(capsys, "verify", *base, *own, *options)
     assert (code, err) == (0, "") and "0 of 8 log-probabilities differ" in out and "stock HF generate" in out
     said = ["--max-new-tokens", 5, "--no-stream", "--ignore-eos", "abc"]
+    lora = load(saved[0] / "base", device="cpu", adapter=saved[0] / "adapter").model
+    stock._cast(lora, torch.bfloat16)  # as PEFT has them whatever the model is in
+    assert {p.dtype for name, p in lora.named_parameters() if "lora_" in name} == {torch.float32}
     texts = [command(capsys, "generate", *each, *said)[1] for each in ([*base, *own], ["--model", own[1]], base)]
     assert texts[0] == texts[1] != texts[2]
     code, _, err = command(capsys, "bisect", "--device", "cpu", *base, *own, "patched", "engine", "--num-prompts", 1)
