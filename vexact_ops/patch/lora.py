@@ -52,6 +52,18 @@ def switches(model: nn.Module) -> list[str]:
     return [repr([own.get(name) for name in SWITCHES]) for own in layers]
 
 
+def scales(model: nn.Module) -> dict[str, str]:
+    """What adapters that are added are multiplied by, in their order, by the last word of their layers' names."""
+    found: dict[str, set[str]] = {}
+    for path, module in model.named_modules():
+        if not is_peft(module) or _base_layer(module) is None or module._disable_adapters or module.merged:
+            continue
+        of = [str(float(module.scaling[name])) for name in module.active_adapters if name in module.lora_A]
+        if of:
+            found.setdefault(path.rpartition(".")[2], set()).add(" and ".join(of))
+    return {name: ", ".join(sorted(found[name])) for name in sorted(found)}
+
+
 def is_saved(module: nn.Module) -> bool:
     """A wrapper of modules_to_save: one of several copies, each of which is covered, or not, for itself."""
     return is_peft(module) and type(module).__name__ == "ModulesToSaveWrapper"
