@@ -464,6 +464,23 @@ def test_an_image_of_pils_goes_to_the_processor_in_its_own_mode(pair):
     assert seen == ["RGBA", "L", "RGB"]
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_photograph_stands_as_its_camera_was_held(kind):
+    """As transformers' load_image turns it, which opens a trainer's. Who gives one of PIL's has turned it, or not."""
+    image_of = pytest.importorskip("PIL.Image")
+    from transformers.image_utils import load_image
+
+    picture = image_of.frombytes("RGB", (24, 16), bytes(i * 7 % 256 for i in range(24 * 16 * 3)))
+    (exif := image_of.Exif())[0x0112] = 6  # Orientation: by a quarter
+    picture.save(memory := io.BytesIO(), kind, exif=exif)
+    found, raw = opening.opened(memory.getvalue()), memory.getvalue()
+    assert found.size == (16, 24) and found.tobytes() == load_image(base64.b64encode(raw).decode()).tobytes()
+    assert opening.opened(image_of.open(memory)).size == (24, 16)
+    if kind == "WEBP":  # of the others Pillow passes it over
+        with pytest.raises(ValueError, match="a broken image: not a TIFF file"):
+            opening.opened(raw.replace(b"MM\0*", b"MM\0?"))
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"])
 def test_a_directory_is_loaded_with_its_encoder(name, tmp_path):
     model, pictures = image_models.tiny(name), pytest.importorskip("PIL.Image")
