@@ -20,6 +20,7 @@ import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, Replicas, SamplingParams
 from vexact_engine.core.images import Recent
 from vexact_engine.media import images as opening
+from vexact_engine.weights.processors import load_processors
 from vexact_ops.patch.description import Images, NotDescribed
 from vexact_ops.patch.hf import Handle
 from vexact_ops.testing import assert_bitwise
@@ -499,6 +500,23 @@ def test_a_directory_is_loaded_with_its_encoder(name, tmp_path):
             (done,) = engine.generate([{"prompt_token_ids": [3, IMAGE, 7], "images": [picture]}], PARAMS)
             check(handle, [done])
             assert done.image_grid_thw.tolist() == [[1, 4, 6]] and done.prompt_ids == [3, *[IMAGE] * 6, 7]
+
+
+def test_a_processor_is_found_where_transformers_saves_it(tmp_path):
+    """Its version 5 saves a whole processor as one file, older ones each part in its own."""
+    pytest.importorskip("PIL")
+    part = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 5}
+    whole, own = tmp_path / "processor_config.json", tmp_path / "preprocessor_config.json"
+    for file, said in ((whole, {"image_processor": part}), (own, part)):
+        file.write_text(json.dumps(said))
+        assert load_processors(tmp_path, "here").images.patch_size == 5
+        file.unlink()
+    assert load_processors(tmp_path, "here").images is None
+    whole.write_text("{}")
+    assert load_processors(tmp_path, "here").images is None
+    whole.write_text("{")
+    with pytest.raises(ValueError, match=r"^weights: .*/processor_config.json is not JSON"):
+        load_processors(tmp_path, "here")
 
 
 TEMPLATE = (

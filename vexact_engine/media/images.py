@@ -234,8 +234,8 @@ def opened_images(images: Sequence[Any], described: Images, processor: Any | Non
     pictures = [_bounded(image) if is_of_pil(image) else opened(image) for image in images]
     if processor is None:
         raise ValueError(
-            "this engine has no image processor (preprocessor_config.json beside the weights, or "
-            "engine.image_processor): give pixel_values and image_grid_thw"
+            "this engine has no image processor (preprocessor_config.json, or one in processor_config.json, beside the "
+            "weights; or engine.image_processor): give pixel_values and image_grid_thw"
         )
     made = processor(images=pictures, return_tensors="pt")
     return ready("processor", made["pixel_values"], made["image_grid_thw"], described)
