@@ -67,7 +67,9 @@ def read_directory(path: "str | os.PathLike") -> Directory:
             "(merge_and_unload() of peft), save those, and load them without this file"
         )
     if not config_file.is_file():
-        raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory")
+        ggufs = sorted(file.name for file in path.glob("*.gguf"))
+        or_one = f", or one of the files {some(ggufs)}" if ggufs else ""
+        raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory{or_one}")
     config = _object(config_file)
     if (generation := path / "generation_config.json").is_file():
         _object(generation)  # transformers would pass over one that it cannot read
