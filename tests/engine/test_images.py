@@ -389,11 +389,12 @@ def test_images_are_opened_from_what_callers_have(pair, tmp_path):
             b"not an image", raw[: len(raw) // 2], uri.replace("png", "svg+xml"), uri[:40] + "?",
             "data:image/png,abc", "http://127.0.0.1/a.png", str(tmp_path / "none.png"), 3, eps.getvalue(),
             image_of.new("RGB", (0, 5)), uri.partition(",")[2] * 9, "\ud800.png",
+            image_of.open(io.BytesIO(raw[: len(raw) // 2])),
         ]  # fmt: skip
         said = [
             "are no image that is known", "a broken image", "of type 'image/svg+xml'", "base64 is broken",
             "not base64", "nothing is fetched", "is no file", "got a int", "expected PNG, JPEG", "got 0 x 5 pixels",
-            "is no file", "is no file",
+            "is no file", "is no file", "images[0]: OSError: image file is truncated",
         ]  # fmt: skip
         found = engine.generate([{"prompt_token_ids": ids, "images": [x]} for x in bad], PARAMS)
         for one, words in zip(found, said, strict=True):
