@@ -367,6 +367,12 @@ def test_a_head_of_its_own_is_not_tied(tmp_path):
     assert done[0] == done[1]
 
 
+def two_ggufs(path):
+    (path / "config.json").unlink()
+    for name in ("b.gguf", "a.gguf"):
+        (path / name).touch()
+
+
 @pytest.mark.parametrize(
     "break_it, message",
     [
@@ -401,6 +407,8 @@ def test_a_head_of_its_own_is_not_tied(tmp_path):
         (lambda p: rewrite(p, lambda s: compiled(s, 0)), r"names with '_orig_mod.' of torch.compile: strip that"),
         (lambda p: rewrite(p, lambda s: {f"module.{k}": v for k, v in s.items()}), r"'module.' of DistributedDataPar"),
         (lambda p: rewrite(p, lambda s: {f"base_model.model.{k}": v for k, v in s.items()}), r"'base_model.model.' "),
+        (lambda p: rewrite(p, lambda s: {f"language_{k}": v for k, v in s.items()}), r"have others: language_mod"),
+        (two_ggufs, r"config.json, expected a Hugging Face model directory, or one of the files a.gguf, b.gguf"),
         (lambda p: rewrite(p, lambda s: scale(s, 0)), r"q_proj.weight_scale: scales or parts of other weights"),
         (lambda p: rewrite(p, lambda s: lora(s, 0)), r"lora_A.weight: scales or parts"),
         (lambda p: rewrite(p, lambda s: {**s, "model.norm.weight_g": s["model.norm.weight"] * 2}), r"weight_g: scales"),

@@ -171,6 +171,43 @@ def test_a_set_that_is_wrong_is_refused(fault, text, mode, sockets):
             assert texts(engine) == expected(family, new)
 
 
+class Scaled(torch.Tensor):
+    """Numbers that mean something with their scale alone, as quantised weights are."""
+
+    @staticmethod
+    def __new__(cls, numbers):
+        made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)
+        made.numbers = numbers
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*(a.numbers if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
+NO_SETS = [
+    (lambda state: None, "named_tensors: got a NoneType, expected a mapping"),
+    (lambda state: iter(state), "named_tensors: got a str for a name and a tensor"),
+    (lambda state: {3: torch.zeros(3)}, "named_tensors: got a int for the name of a tensor"),
+    (lambda state: {n: t.to(torch.float8_e4m3fn) for n, t in state.items()}, "is torch.float8_e4m3fn, expected torch"),
+    (lambda state: {n: Scaled(t) for n, t in state.items()}, "is a Scaled, expected a plain tensor"),
+]
+
+
+def test_what_no_set_is_made_of(sockets):
+    """Numbers without their scales among them: they would be rounded as if they were the weights."""
+    model = build("Qwen3")
+    with handover(model) as (_, _receiver, start, out):
+        for given, text in NO_SETS:
+            result = start()
+            with pytest.raises(TypeError, match=f"^weights: .*{text}"):
+                out.send(given(model.state_dict()))
+            with pytest.raises(HandoverFailed, match=text):
+                result()
+        result = start()
+        assert out.send(model.state_dict()) == 1 == result()
+
+
 @MODES
 def test_another_fingerprint_is_refused(mode, sockets):
     model = build("Qwen3")

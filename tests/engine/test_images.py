@@ -6,9 +6,7 @@ import io
 import json
 import os
 import signal
-import struct
 import sys
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -388,11 +386,12 @@ def test_images_are_opened_from_what_callers_have(pair, tmp_path):
             b"not an image", raw[: len(raw) // 2], uri.replace("png", "svg+xml"), uri[:40] + "?",
             "data:image/png,abc", "http://127.0.0.1/a.png", str(tmp_path / "none.png"), 3, eps.getvalue(),
             image_of.new("RGB", (0, 5)), uri.partition(",")[2] * 9, "\ud800.png",
+            image_of.open(io.BytesIO(raw[: len(raw) // 2])),
         ]  # fmt: skip
         said = [
             "are no image that is known", "a broken image", "of type 'image/svg+xml'", "base64 is broken",
             "not base64", "nothing is fetched", "is no file", "got a int", "expected PNG, JPEG", "got 0 x 5 pixels",
-            "is no file", "is no file",
+            "is no file", "is no file", "images[0]: OSError: image file is truncated",
         ]  # fmt: skip
         found = engine.generate([{"prompt_token_ids": ids, "images": [x]} for x in bad], PARAMS)
         for one, words in zip(found, said, strict=True):
@@ -408,28 +407,6 @@ def test_images_are_opened_from_what_callers_have(pair, tmp_path):
         engine.image_processor = None
     (none,) = engine.generate([{"prompt_token_ids": ids, "images": [raw]}], PARAMS)
     assert "no image processor" in none.error
-
-
-def png(width: int, height: int) -> bytes:
-    """A file that says to be so large, and holds nothing."""
-    found = b"\x89PNG\r\n\x1a\n"
-    for name, data in (
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b""),
-    ):  # fmt: skip
-        found += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-    return found
-
-
-def test_bombs_are_refused_before_they_are_decoded():
-    pytest.importorskip("PIL.Image")
-    for side, said in (
-        (9_000, "got 9000 x 9000 pixels, expected 1 to 67108864"),
-        (20_000, "more pixels than allowed"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            opening.opened(png(side, side))
-    with pytest.raises(ValueError, match="a broken image"):
-        opening.opened(png(60, 60))
 
 
 def test_a_model_with_states_takes_images():

@@ -63,12 +63,16 @@ def test_what_is_wrong_with_one_is_said(tmp_path):
         ({"type": "image", "image": str(tmp_path / "none.png")}, "vexact: data: image: '.*none.png' is no file"),
         ({"type": "image", "image": "https://a.test/b.png"}, "vexact: data: image: got a URL"),
         ({"type": "image", "bytes": b"no"}, "vexact: data: image: the 2 bytes are no image"),
+        ({"type": "image", "image": pictures.picture(1, 0), "max_pixels": 64}, "image: max_pixels: got 64"),
+        ({"type": "video", "video": [pictures.picture(1, 0)], "video_start": 2}, "video: video_start: got 2"),
         ({"type": "video", "video": []}, "vexact: data: video: got a list without frames"),
         ({"type": "video", "video": [pictures.picture(1, 0), pictures.picture(4, 0)]}, "frames are of several sizes"),
         ({"type": "video", "video": "https://a.test/b.mp4"}, "vexact: data: video: got a URL"),
     ):
         with pytest.raises(ValueError, match=said):
             Media._process_multi_modal_info(message(**part), 4, config)
+    for name in ("max_pixels", "video_end"):  # of a column in which others have one
+        Media._process_multi_modal_info(message(type="image", image=pictures.picture(1, 0), **{name: None}), 4, config)
 
 
 def test_files_of_videos(tmp_path):

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..weights.conversion import FLOATS
 from ..weights.names import hint, passed_over
 from ..weights.update import Piece
 from . import messages as m
 from .buffers import Buckets, BucketSpace, checksum
 from .packing import Packer
 from .threads import half_the_threads
+
+_ROUNDED = frozenset(FLOATS.values())  # to each other; numbers of 8 bits mean nothing without their scales
 
 
 class Expected:
@@ -40,7 +43,7 @@ class Expected:
             raise ValueError(f"weights: repeated: {name} came before")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"weights: {name} is {tuple(tensor.shape)}, expected {shape}")
-        if tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
+        if tensor.dtype != dtype and not {tensor.dtype, dtype} <= _ROUNDED:
             raise TypeError(f"weights: {name} is {tensor.dtype}, expected {dtype}")
         return dtype
 

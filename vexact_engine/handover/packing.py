@@ -8,16 +8,24 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..weights.update import Piece
+from ..weights.update import Piece, pairs_of, wrapped
 from .messages import Part, dtype_name, dtype_of
 
 ALIGN = 16  # bytes: every part of a bucket begins at a multiple
+
+
+def in_turn(given: object) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors that a sender is given; what is wrong with them, or with it, is raised as they are asked for:
+    by then there is a receiver that has to be told."""
+    yield from pairs_of(given, "weights", plain=False)
 
 
 def check_whole(name: str, tensor: object, op: str = "weights") -> None:
     """TypeError unless it is a tensor whose elements are all here."""
     if hasattr(tensor, "full_tensor"):
         raise TypeError(f"{op}: {name} is sharded (a DTensor), expected a whole tensor: give its full_tensor()")
+    if what := wrapped(tensor):
+        raise TypeError(f"{op}: {name} is {what}")
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a dense tensor")
     if tensor.layout is not torch.strided or tensor.is_meta:

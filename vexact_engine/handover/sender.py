@@ -15,7 +15,7 @@ from . import messages as m
 from . import protocol
 from .buffers import CUDA, HOST, Buckets, gpu_named
 from .filling import Expected, Filling
-from .packing import ALIGN, check_whole
+from .packing import ALIGN, check_whole, in_turn
 from .session import check_version
 
 log = logging.getLogger(__name__)
@@ -88,11 +88,10 @@ class WeightSender:
         once that has returned, both ends agree. With `version` the weight_version is the same however often it was
         taken; without, each time that it was counts as one.
         """
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         session = Session(self, version)
         try:
             session.begin()
-            for name, tensor in pairs:
+            for name, tensor in in_turn(named_tensors):
                 session.put(name, tensor)
             return session.finish()
         except BaseException as error:

@@ -41,7 +41,7 @@ from . import protocol
 from .buffers import HOST, Buckets
 from .fanout import Fanout
 from .filling import Expected, Filling
-from .packing import check_whole
+from .packing import check_whole, in_turn
 from .sender import WeightSender
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class ShardedWeightSender:
         while it puts them in place: then the error says which have taken the set. The same set sent to all again, with
         its `version`, heals that. Where they had different versions the highest is returned.
         """
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        pairs = in_turn(named_tensors)
         return _First(self, version).send(pairs) if self.rank == 0 else _Other(self).send(pairs)
 
     def close(self) -> None:

@@ -234,17 +234,19 @@ def opened_images(images: Sequence[Any], described: Images, processor: Any | Non
     pictures = [_bounded(image) if is_of_pil(image) else opened(image) for image in images]
     if processor is None:
         raise ValueError(
-            "this engine has no image processor (preprocessor_config.json beside the weights, or "
-            "engine.image_processor): give pixel_values and image_grid_thw"
+            "this engine has no image processor (preprocessor_config.json, or one in processor_config.json, beside the "
+            "weights; or engine.image_processor): give pixel_values and image_grid_thw"
         )
     made = processor(images=pictures, return_tensors="pt")
     return ready("processor", made["pixel_values"], made["image_grid_thw"], described)
 
 
 def opened(image: Any) -> Any:
-    """An RGB image of PIL's, of one, a path, bytes, or a "data:" URI. TypeError or ValueError on what is none."""
+    """An RGB image of PIL's, of one, a path, bytes, or a "data:" URI; a file's is turned as its EXIF says, as
+    transformers' load_image has it. TypeError or ValueError on what is none."""
     try:
         import PIL.Image
+        import PIL.ImageOps
     except ImportError:
         raise ValueError("Pillow is not installed, which opens images: give pixel_values") from None
     if isinstance(image, PIL.Image.Image):
@@ -253,7 +255,8 @@ def opened(image: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            return _bounded(PIL.Image.open(io.BytesIO(image), formats=_FORMATS)).convert("RGB")
+            found = _bounded(PIL.Image.open(io.BytesIO(image), formats=_FORMATS))
+            return PIL.ImageOps.exif_transpose(found).convert("RGB")
     except PIL.UnidentifiedImageError:
         raise ValueError(
             f"the {len(image)} bytes are no image that is known, expected {', '.join(_FORMATS)}, or an image of PIL's"

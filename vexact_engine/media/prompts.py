@@ -84,6 +84,8 @@ def _named(name: str, function, *args):
         return function(*args)
     except (TypeError, ValueError) as error:  # or a kind of them that is made of something else than a text
         raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{name}: {error}") from error
+    except Exception as error:  # of a processor's, or of a file that is decoded there
+        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def read_prompt(

@@ -196,10 +196,11 @@ def _check_codec(stream: Any) -> None:
 
 
 def _count(container: Any, stream: Any, end: float) -> int:
-    """Frames of the stream, by its packets: what a header says need not be so."""
+    """Frames of the stream, by its packets: what a header says need not be so. Of a film that was cut without being
+    coded again those before its beginning are there to decode others, and are no frames."""
     total = 0
     for packet in container.demux(stream):
-        total += bool(packet.size)
+        total += bool(packet.size) and not packet.is_discard
         if total > MOST_FRAMES:
             raise ValueError(f"got more than {MOST_FRAMES} frames")
         _check_time(end)

@@ -7,7 +7,7 @@ verl's own class resizes what it opens by qwen-vl-utils, which imports torchvisi
 processor, opens images by Pillow and videos by PyAV (extra `video`) within the engine's bounds, fetches nothing, and
 says at the start what is missing, as the manager of agents.py does of verl's own class. Columns, and what stands in
 them, are verl's: of videos a path or bytes with `fps`, `nframes`, `min_frames` and `max_frames` beside it, or frames in
-a list with their `sample_fps`.
+a list with their `sample_fps`. Sizes beside one, and the seconds where a video begins and ends, are refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,8 @@ from ..weights.processors import why_no_processor
 
 FRAMES_PER_SECOND = 2.0  # where nothing is said beside a video, as qwen-vl-utils has it
 _CHOICE = {"fps": "fps", "nframes": "count", "min_frames": "least", "max_frames": "most"}
+_SIZES = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")  # qwen-vl-utils' own
+_SECONDS = ("video_start", "video_end")
 
 
 def without_qwen_vl_utils() -> str | None:
@@ -105,6 +107,12 @@ class Media(RLHFDataset):
 
 
 def _named(function, part: Mapping[str, Any]):
+    for names, mend in (
+        (_SIZES, "sizes are the model's processor's to choose (preprocessor_config.json)"),
+        (_SECONDS, "give the frames between them, or a file that is cut"),
+    ):
+        if given := next((name for name in names if part.get(name) is not None), None):
+            raise ValueError(f"vexact: data: {part['type']}: {given}: got {part[given]!r}, expected none: {mend}")
     try:
         return function(part)
     except (TypeError, ValueError) as error:

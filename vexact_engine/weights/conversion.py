@@ -96,6 +96,7 @@ def fit(model: nn.Module, directory: Directory) -> Fit:
     wrong += [f"mismatched keys: {some(mismatched)}"] if mismatched else []
     if wrong:
         said = hint(unexpected, set(state)) if missing else ""
+        said = said or (f"others: {some(unexpected)}" if missing and unexpected else "")
         what = "; ".join(wrong) + (f"; the files have {said}" if said else "")
         raise ValueError(f"weights: {label}: the checkpoint does not fit {type(model).__name__}: {what}")
     _tell(label, model, unexpected)

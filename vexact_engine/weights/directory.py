@@ -67,7 +67,9 @@ def read_directory(path: "str | os.PathLike") -> Directory:
             "own, and give that as EngineConfig.adapter, or take them out"
         )
     if not config_file.is_file():
-        raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory")
+        ggufs = sorted(file.name for file in path.glob("*.gguf"))
+        or_one = f", or one of the files {some(ggufs)}" if ggufs else ""
+        raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory{or_one}")
     config = read_object(config_file)
     if (generation := path / "generation_config.json").is_file():
         read_object(generation)  # transformers would pass over one that it cannot read

@@ -18,14 +18,14 @@ NONE = Processors()
 
 
 def load_processors(path: Path, name: str) -> Processors:
-    """Of videos there is none without torchvision. ValueError where one cannot be made: the directory's own Python does
-    not run."""
+    """Each of a file of its own, or of the one that transformers 5 saves both in. Of videos there is none without
+    torchvision. ValueError where one cannot be made: the directory's own Python does not run."""
     from transformers import AutoImageProcessor
     from transformers.utils import is_torchvision_available
 
-    images = AutoImageProcessor if (path / "preprocessor_config.json").is_file() else None
+    images = AutoImageProcessor if _has(path, "preprocessor_config.json", "image_processor") else None
     videos = None
-    if is_torchvision_available() and _names_videos(path):
+    if is_torchvision_available() and _has(path, "video_preprocessor_config.json", "video_processor"):
         from transformers import AutoVideoProcessor as videos
     with quiet():
         try:
@@ -56,8 +56,13 @@ def why_no_processor(path: str, trust_remote_code: bool = False) -> str | None:
     return None
 
 
-def _names_videos(path: Path) -> bool:
-    if (path / "video_preprocessor_config.json").is_file():
-        return True
+def _has(path: Path, own: str, part: str) -> bool:
+    """Whether a directory has a processor: as a file, or as a part of that of all."""
     whole = path / "processor_config.json"
-    return whole.is_file() and "video_processor" in json.loads(whole.read_text())
+    if (path / own).is_file() or not whole.is_file():
+        return (path / own).is_file()
+    try:
+        found = json.loads(whole.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"weights: {whole} is not JSON: {error}") from error
+    return isinstance(found, dict) and part in found

@@ -31,16 +31,16 @@ _AT_ONCE = 256 << 20  # bytes that are handed over at once
 _BUFFERS = "buffers of checkpoints, which named_parameters() leaves out: give what state_dict() has"
 
 
-def pairs_of(given: object, op: str = "update_weights") -> Iterator[tuple[str, Tensor]]:
+def pairs_of(given: object, op: str = "update_weights", plain: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors, of a mapping or of an iterable that may make each as it is asked for. TypeError at once for
-    what is neither, and in its turn for what is no pair."""
+    what is neither, and in its turn for what is no pair, or of one whose tensor has to be `plain` and is not."""
     if isinstance(given, Tensor | str | bytes) or not isinstance(given, Iterable):
         kind = type(given).__name__
         raise TypeError(f"{op}: named_tensors: got a {kind}, expected a mapping of names to tensors, or pairs of them")
-    return _pairs(given.items() if isinstance(given, Mapping) else given, op)
+    return _pairs(given.items() if isinstance(given, Mapping) else given, op, plain)
 
 
-def _pairs(given: Iterable, op: str) -> Iterator[tuple[str, Tensor]]:
+def _pairs(given: Iterable, op: str, plain: bool) -> Iterator[tuple[str, Tensor]]:
     for pair in given:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             what = f"{len(pair)} of them" if isinstance(pair, tuple | list) else f"a {type(pair).__name__}"
@@ -48,7 +48,7 @@ def _pairs(given: Iterable, op: str) -> Iterator[tuple[str, Tensor]]:
         name, tensor = pair
         if not isinstance(name, str):
             raise TypeError(f"{op}: named_tensors: got a {type(name).__name__} for the name of a tensor")
-        if what := wrapped(tensor):
+        if plain and (what := wrapped(tensor)):
             raise TypeError(f"{op}: named_tensors: {name} is {what}")
         yield name, tensor
 
