@@ -237,7 +237,7 @@ def test_a_task_whose_questions_follow_hashes_wants_them_fixed(monkeypatch, caps
         monkeypatch.setattr(tasks, "sys", SimpleNamespace(flags=SimpleNamespace(hash_randomization=hashes)))
         if hashes:
             assert cli.main(["recipe", "grpo", "--task", "ransom_note"]) == 2
-            assert "--task: got 'ransom_note', whose questions follow Python's hashes" in capsys.readouterr().err
+            assert "--task: got 'ransom_note', which follows Python's hashes" in capsys.readouterr().err
         else:
             tasks.reasoning_gym("ransom_note")
         tasks.reasoning_gym("chain_sum")

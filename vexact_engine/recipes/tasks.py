@@ -19,8 +19,8 @@ DEFAULT, DEFAULT_OPTIONS = "chain_sum", {"min_terms": 2, "max_terms": 2, "min_di
 
 # Datasets of reasoning-gym whose first questions are others where more are asked for
 OF_SIZE = {"acre", "composite"}
-# Those whose questions are others in every process: they go through sets of texts, in the order of their hashes
-OF_HASHES = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"}
+# Those that are others in every process: they go through sets of texts, in the order of their hashes
+OF_HASHES = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def reasoning_gym(task: str) -> ModuleType:
     it is one that no run could repeat here."""
     if task in OF_HASHES and sys.flags.hash_randomization:
         raise ValueError(
-            f"recipe: task: got {task!r}, whose questions follow Python's hashes of texts, which are others in every "
+            f"recipe: task: got {task!r}, which follows Python's hashes of texts, others in every "
             "process: expected PYTHONHASHSEED=0 in the environment, or another task"
         )
     try:
