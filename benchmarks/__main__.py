@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import harness, options, output, report, start
+from . import checks, harness, options, output, report, start
 
 
 class Run:
@@ -81,6 +81,8 @@ def _program(run: Run, name: str) -> None:
     for record in importlib.import_module(f"benchmarks.{name}").run(run.args):
         run.say(json.dumps(record))
         run.keep([record])
+        for text in checks.failures(record):
+            run.fail(text)
 
 
 def _room(run: Run, name: str) -> None:

@@ -123,6 +123,19 @@ def _largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return float(f"{wrong / whole if whole else wrong:.4g}")
 
 
+# Of a program's record: numbers of ours that have other bits than they should, or what has.
+_OTHER_BITS = ("differ", "again_differ", "verify_mismatched")
+
+
+def failures(record: dict) -> list[str]:
+    """What a program's record of ours says is not as it should be; of a peer's nothing is."""
+    if not record["backend"].startswith("vexact"):
+        return []
+    found = [*record.get("failures", ()), *(f"{name}: {record[name]}" for name in _OTHER_BITS if record.get(name))]
+    found += [f"after a sleep: differ: {one['differ']}" for one in record.get("sleep", ()) if one.get("differ")]
+    return [f"{record['room']} {record['case']}: {text}" for text in found]
+
+
 def said(error: dict | None) -> str:
     """The end of a line: how far from float64."""
     if error is None:

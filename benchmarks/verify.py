@@ -100,6 +100,7 @@ def _record(args: argparse.Namespace, source: str, dtype: str) -> dict:
         "gradients": gradients.tensors,
         "gradient_norm": gradients.norm,
         "gradients_finite": gradients.finite,
+        "failures": found.failures,
         "stock_tokens": stock.tokens,
         "stock_mismatched": stock.mismatched_tokens,
         "stock_max_abs_diff": stock.max_abs_diff,

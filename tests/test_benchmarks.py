@@ -537,12 +537,37 @@ def test_verify_records_a_mixture_with_latent_attention_and_a_warm_cache(monkeyp
     assert found["tokens"] == found["warm_tokens"] == 8 * 16 and found["batch_tokens"] == 2 * 8 * 16
     assert found["mismatched"] == found["warm_mismatched"] == found["batch_mismatched"] == 0
     assert found["warm_prefix_tokens"] == 4 * 32 and found["gradients_finite"]
+    assert found["failures"] == []
     line = report.verify_table([found]).splitlines()[2]
     assert line.startswith(
         "| moonlight-16b-a3b 3 layers latent bfloat16 | random | 128 | 0 | 0 | 1, 8 | 0 of 256 | 0 of 128 |"
     )
     heads = report.verify_table([found]).splitlines()[0]
     assert heads.count("|") == line.count("|")
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"differ": "recipe: step 3: reward: got 1, expected 2"}, "differ: recipe: step 3: reward: got 1, expected 2"),
+        ({"verify_tokens": 9, "verify_mismatched": 2}, "verify_mismatched: 2"),
+        ({"numbers": 9, "differ": 0, "again_differ": 1}, "again_differ: 1"),
+        ({"failures": ["warm cache: 1 of 9 tokens differ"]}, "warm cache: 1 of 9 tokens differ"),
+        ({"sleep": [{"level": 2}, {"level": 1, "differ": 4}]}, "after a sleep: differ: 4"),
+        ({"differ": None, "verify_mismatched": 0, "failures": [], "sleep": [{"level": 1, "differ": 0}]}, None),
+        ({"backend": "vllm", "differ": 5}, None),
+    ],
+)
+def test_a_program_that_found_other_bits_ends_in_exit_code_1(monkeypatch, tmp_path, capsys, figures, said):
+    from benchmarks import imports
+
+    record = {"room": "imports", "case": "a case", "backend": "vexact", **figures}
+    monkeypatch.setattr(imports, "run", lambda args: iter([record]))
+    code = __main__.main(["imports", "--device", "cpu", "--json", str(tmp_path / "r.json")])
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["records"] == [record]
+    assert (code, found["failures"]) == ((0, []) if said is None else (1, [f"imports a case: {said}"]))
+    assert capsys.readouterr().err.strip() == "".join(found["failures"])
 
 
 def test_what_needs_an_extra_is_imported_where_it_is_asked_for():

@@ -17,6 +17,7 @@ import serving
 from engine_models import build
 
 from vexact_engine import Engine, SamplingParams, cli
+from vexact_engine.proof import compare
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--max-new-tokens", "12", "--ignore-eos", "--seed", "3", "--num-pages", "60"]
@@ -65,6 +66,13 @@ def test_commands(capsys, monkeypatch, model, answers):
     assert code == 0 and "unread" not in err
     verdict = "0 of 12 log-probabilities differ (max |diff| 0.0, KL 0.0)"
     assert out.startswith("\n".join([first, verdict, again, told, "/system TEXT"]))
+
+
+def test_a_check_that_fails_is_the_exit_code(capsys, monkeypatch, model):
+    honest = compare.compare
+    monkeypatch.setattr(compare, "compare", lambda a, b: honest(a, b.nextafter(b + 1)))
+    code, out, _ = say(capsys, monkeypatch, model, "hello", "/check", "and")
+    assert code == 1 and "\n12 of 12 log-probabilities differ (max |diff| " in out
 
 
 def test_what_is_wrong_with_a_turn_is_a_line_and_the_conversation_goes_on(capsys, monkeypatch, model, answers):

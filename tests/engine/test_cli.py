@@ -68,19 +68,8 @@ def test_verify_exits_1_where_something_differs(capsys, model, monkeypatch):
     """The twin that must fail: the trainer scores at a temperature that the rollout did not have."""
     honest = verify.rescore
     monkeypatch.setattr(verify, "rescore", lambda *a, **k: honest(*a, **{**k, "temperature": 0.9}))
-    code, out, _ = run(
-        capsys,
-        "verify",
-        "--model",
-        model,
-        "--num-prompts",
-        2,
-        "--lengths",
-        "4,6",
-        "--max-new-tokens",
-        4,
-        "--ignore-eos",
-    )
+    options = ["--num-prompts", 2, "--lengths", "4,6", "--max-new-tokens", 4, "--ignore-eos"]
+    code, out, _ = run(capsys, "verify", "--model", model, *options)
     assert code == 1 and "8 of 8 log-probabilities differ (max |diff| " in out
 
 
@@ -433,6 +422,21 @@ def test_debug_shows_where(model):
         cli.main(["verify", "--model", model, "--prompts", "missing.txt", "--debug"])
 
 
+def test_what_can_be_written_is_asked_of_a_file_that_is_there(monkeypatch, tmp_path):
+    """Nobody but root may make files in /dev, and everybody writes to those there."""
+    closed, kept = tmp_path / "closed", tmp_path / "closed" / "kept.json"
+    closed.mkdir()
+    kept.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(closed))
+    cli.options.check_writable(str(kept), None, "-", os.devnull)
+    with pytest.raises(OSError, match=r"new\.json: cannot be written"):
+        cli.options.check_writable(str(closed / "new.json"))
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(kept))
+    cli.options.check_writable(str(closed / "new.json"))
+    with pytest.raises(OSError, match=r"kept\.json: cannot be written"):
+        cli.options.check_writable(str(kept))
+
+
 def test_ctrl_c_is_130_without_a_traceback(capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
@@ -568,6 +572,7 @@ def test_doctor_admits_what_a_model_needs(capsys, monkeypatch, model, tmp_path):
     assert Matrix(config["vocab_size"], hidden, wide=True, head=True) in needs.matrices and needs.hidden == hidden
     assert needs.attention[0].heads == config["num_attention_heads"]
     assert (given["rows"], given["training_rows"], given["dtype"]) == (16, [8192], torch.bfloat16)
+    assert given["progress"] is False  # --quiet
     record = json.loads((tmp_path / "a.json").read_text())["admissions"]
     assert record[0]["chosen"] == "fast" and record[0]["why"] == "the fastest of 2"
     assert record[0]["verdicts"][2] == {"candidate": "split", "different": 7, "us": None, "error": None}

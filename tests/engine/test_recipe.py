@@ -230,6 +230,19 @@ def test_what_cannot_be_loaded_is_said_before_anything_is_fetched_or_started(mor
     assert capsys.readouterr().err == f"vexact recipe: {said}\n"
 
 
+def test_a_task_whose_questions_follow_hashes_wants_them_fixed(monkeypatch, capsys):
+    monkeypatch.setattr("vexact_engine.recipes.launch.fetch_smollm2", lambda: pytest.fail("the model was fetched"))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", object())
+    for hashes in (1, 0):
+        monkeypatch.setattr(tasks, "sys", SimpleNamespace(flags=SimpleNamespace(hash_randomization=hashes)))
+        if hashes:
+            assert cli.main(["recipe", "grpo", "--task", "ransom_note"]) == 2
+            assert "--task: got 'ransom_note', which follows Python's hashes" in capsys.readouterr().err
+        else:
+            tasks.reasoning_gym("ransom_note")
+        tasks.reasoning_gym("chain_sum")
+
+
 def test_a_plot_of_no_known_kind_is_refused_at_once(capsys):
     with pytest.raises(SystemExit):
         cli.main(["recipe", "grpo", "--plot", "grpo.txt"])

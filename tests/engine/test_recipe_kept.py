@@ -1,6 +1,7 @@
 """Runs of the recipe that are kept: what they are known by, going on from the disk, and a run held against another."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import shutil
@@ -8,6 +9,7 @@ import shutil
 import pytest
 import torch
 from engine_models import build
+from torch.distributed.checkpoint import filesystem
 
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
@@ -131,6 +133,27 @@ def test_a_record_that_was_cut_off_goes_on_where_the_run_does(recorded, chosen):
     assert recorded.read_text() == whole
 
 
+def test_other_sides_of_a_record_stay_where_one_goes_on(recorded):
+    write = record.Recorder(recorded, {}, resumed={})
+    for kind, _, *values in made_up(3):
+        write(kind, "stock", *values)
+    record.Recorder(recorded, {}, resumed={"aligned": 1})
+    assert list(events(recorded)) == [*made_up(3)][:3] + [(kind, "stock", *values) for kind, _, *values in made_up(3)]
+
+
+def test_a_full_disk_leaves_the_record_that_is_gone_on_with(recorded, monkeypatch):
+    whole, write = recorded.read_text(), record.Path.write_text
+
+    def full(path, text, **options):
+        write(path, text[:9], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(record.Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        record.Recorder(recorded, {}, resumed={"aligned": 1})
+    assert recorded.read_text() == whole
+
+
 @pytest.mark.process
 def test_a_record_of_another_run_is_not_gone_on_with(recorded, chosen, tmp_path, capsys):
     whole = recorded.read_text()
@@ -175,6 +198,14 @@ def test_options_that_need_a_folder_are_refused_without_one(capsys):
     assert "--resume: expected --save with it" in capsys.readouterr().err
 
 
+def test_questions_that_depend_on_their_number_are_of_as_many(chosen):
+    one = dataclasses.replace(chosen, task="acre", epoch_steps=4)
+    dataclasses.replace(one, steps=9).check_same(one.to_json(), "another run")  # of the first epoch
+    for changes in ({"steps": 3}, {"epoch_steps": None, "steps": 9}):
+        with pytest.raises(ValueError, match=r"recipe: (steps: got 3, but another run has 4: .* acre|epoch_steps: )"):
+            dataclasses.replace(one, **changes).check_same(one.to_json(), "another run")
+
+
 # Whole runs
 
 
@@ -215,6 +246,43 @@ def test_a_run_that_goes_on_with_other_engines_ends_with_the_same_parameters(cho
         assert a == b and step["held"]["rss_mib"] > 0 and step["held"]["descriptors"] > 0
     assert f"aligned: parameters have SHA-256 {whole.ends['aligned']}" in out and ", 0 differ" in out
     assert report.verdict("aligned", grpo.Run()) == "aligned: no step was left to run"
+
+
+@pytest.mark.process
+def test_what_compared_nothing_is_not_equal(chosen, tmp_path, capsys):
+    """A stock side has nothing that could be equal, a record of another side nothing to be held against, and a run that
+    goes on at its end does neither."""
+    paths = [str(tmp_path / name) for name in ("stock.jsonl", "stock.json", "run", "run.json")]
+    short = argv(dataclasses.replace(chosen, steps=1))
+    assert cli.main([*short, "--sides", "stock", "--record", paths[0], "--json", paths[1]]) == 0
+    assert json.loads((tmp_path / "stock.json").read_text())["equal"] is None
+    kept = [*short, "--save", paths[2], "--json", paths[3]]
+    capsys.readouterr()
+    assert cli.main([*kept, "--verify-against", paths[0]]) == 1
+    assert "0 figures and digests compared, 0 differ: it has nothing of what this run" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run.json").read_text())["equal"] is True
+    assert cli.main([*kept, "--resume"]) == 0
+    assert json.loads((tmp_path / "run.json").read_text())["equal"] is None
+
+
+@pytest.mark.process
+def test_what_cannot_be_kept_is_named(chosen, tmp_path, monkeypatch, capsys):
+    """torch's own exception is no Exception."""
+    write = filesystem._write_item
+
+    def full(*args):
+        write(*args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(filesystem, "_write_item", full)
+    path = tmp_path / "run"
+    assert cli.main(argv(dataclasses.replace(chosen, steps=1), "--quiet", "--save", str(path))) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    part = path / "aligned" / "step-00000001.part"
+    assert said == f"vexact recipe: {part}: could not be written: OSError: [Errno 28] No space left on device"
+    part.rename(part.with_suffix(""))
+    assert cli.main(argv(chosen, "--quiet", "--save", str(path), "--resume")) == 2
+    assert f"{part.with_suffix('')}: could not be read: " in capsys.readouterr().err
 
 
 @pytest.mark.process

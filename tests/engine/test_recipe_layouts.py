@@ -7,6 +7,7 @@ from engine_models import build
 
 pytest.importorskip("zmq", reason="pyzmq is not installed")
 
+from vexact_engine.recipes.checkpoint import Saving
 from vexact_engine.recipes.launch import launch
 from vexact_engine.recipes.options import Options
 
@@ -20,7 +21,7 @@ def chosen(request, tmp_path):
     return Options(model=str(tmp_path / "model"), **SMALL)
 
 
-def trained(options):
+def trained(options, saving=None):
     """Digests of all parameters step by step, the SHA-256 at the end, and gradient norms."""
     seen = []
 
@@ -28,7 +29,7 @@ def trained(options):
         if kind in ("parameters", "end"):
             seen.append(values)
 
-    run = launch(options, report=note, watch=True)["aligned"]
+    run = launch(options, report=note, saving=saving, watch=True)["aligned"]
     assert run.equal
     return seen, [step["grad_norm"] for step in run.steps]
 
@@ -42,6 +43,19 @@ def test_any_power_of_two_of_ranks_ends_with_the_same_parameters(chosen, ranks):
     if ranks == 4:
         sequential = trained(dataclasses.replace(chosen, mini_batches=2))
         assert sequential[0][0] == one[0][0] and sequential[0][-1] != one[0][-1]  # the tree is another sum
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("chosen", ["Qwen3"], indirect=True)
+def test_a_run_goes_on_over_other_ranks(chosen, tmp_path):
+    """With one more than there were, and with fewer."""
+    one = dataclasses.replace(chosen, any_layout=True, steps=3)
+    whole = trained(one)
+    saving = Saving(str(tmp_path / "run"), every=1)
+    for steps, ranks in enumerate((1, 2, 1)):
+        part = dataclasses.replace(one, steps=steps + 1, ranks=ranks)
+        found = trained(part, saving=dataclasses.replace(saving, resume=steps > 0))
+    assert found == ([whole[0][-2], whole[0][-1]], whole[1][-1:])
 
 
 def test_what_no_tree_can_be_of_is_refused():

@@ -62,7 +62,7 @@ def run_chat(args) -> int:
         while (line := _read(terminal)) is not None:
             if not _run_line(conversation, line.strip()):
                 break
-    return 0
+    return 1 if conversation.differs else 0
 
 
 class Conversation:
@@ -72,6 +72,7 @@ class Conversation:
         self.engine, self.params, self.seed, self.system = engine, params, seed, system
         self.turns: list[list[str]] = []  # of a question and its answer
         self.last: Any = None  # the last answer's completion, if it came to its end
+        self.differs = False  # whether a check has found other bits
         self._answers = 0
 
     def ask(self, text: str, show=lambda text: None) -> str:
@@ -116,7 +117,9 @@ class Conversation:
         params = replace(self.params, max_new_tokens=1, prompt_logprobs=True)
         (again,) = self.engine.generate([before + self.last.token_ids], params, raise_on_error=True)
         sides = self.last.raw_logprobs, again.prompt_logprobs[len(before) :]
-        return compare(*(torch.tensor(side, dtype=torch.float32) for side in sides)).verdict()
+        found = compare(*(torch.tensor(side, dtype=torch.float32) for side in sides))
+        self.differs |= not found.equal
+        return found.verdict()
 
 
 def _read(terminal: bool) -> str | None:

@@ -96,7 +96,7 @@ def _admit(args) -> int:
         dtype=getattr(torch, args.dtype),
         page_size=args.page_size,
         kv_segment=args.kv_segment,
-        progress=True,
+        progress=not args.quiet,
     )
     for decision in found:
         print(f"{decision.key}: {options.shorten(str(decision.chosen.name), 76)}  ({decision.seconds:.2f} s)")

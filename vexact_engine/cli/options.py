@@ -452,7 +452,8 @@ def check_writable(*paths: str | None) -> None:
     """Before minutes of work, not after."""
     for path in filter(None, paths):
         folder = os.path.dirname(path) or "."
-        if path != "-" and (os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)):
+        there = path if os.path.exists(path) else folder  # a file may be written where no other could be: /dev/stdout
+        if path != "-" and (os.path.isdir(path) or not os.path.isdir(folder) or not os.access(there, os.W_OK)):
             raise OSError(f"{path}: cannot be written: expected a file name in a folder that exists")
 
 

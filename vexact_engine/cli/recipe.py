@@ -229,9 +229,11 @@ def _train(args, begun: float, alone: bool) -> int:
     for side, digest in ends.items():
         out(f"{side}: parameters have SHA-256 {digest}")
     if against is not None:
-        out(f"as {args.verify_against}: {against.compared} figures and digests compared, 0 differ")
+        none = "" if against.compared else ": it has nothing of what this run has done"
+        out(f"as {args.verify_against}: {against.compared} figures and digests compared, 0 differ{none}")
     aligned = runs.get(ALIGNED)
-    equal = aligned is None or aligned.equal or (bool(args.resume) and not aligned.steps)
+    resumed_at_its_end = args.resume and aligned is not None and not aligned.steps
+    equal = None if aligned is None or resumed_at_its_end else aligned.equal  # None: nothing was to be
     if args.json:
         steps = {side: run.steps for side, run in runs.items()}
         options.write_json(
@@ -239,7 +241,7 @@ def _train(args, begun: float, alone: bool) -> int:
         )
     if args.plot:
         report.plot(args.plot, report.heading(chosen.to_json()), runs)
-    return 0 if equal else 1
+    return 1 if equal is False or (against is not None and not against.compared) else 0
 
 
 def _number(group, name: str, default: int, text: str) -> None:

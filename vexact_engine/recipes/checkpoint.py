@@ -1,8 +1,10 @@
 """A run on disk, to go on from: FOLDER/aligned/step-00000010 has what the trainers held after ten steps."""
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .options import Options
@@ -69,7 +72,7 @@ class Saving:
         self, side: str, step: int, trainer: Trainer, facts: dict[str, Any], rollout: Rollout | Generate | None
     ) -> None:
         """All ranks call. A folder has its name once it is whole: a run that is killed here has the last one. Of the
-        first rank's rollout it has the answers that are drafted from."""
+        first rank's rollout it has the answers that are drafted from. OSError names the folder and what failed."""
         path = self._path(side, step)
         part = path.with_suffix(".part")
         first = dist.get_rank() == 0
@@ -77,10 +80,12 @@ class Saving:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         dist.barrier()
-        dcp.save(_state(trainer), checkpoint_id=part)
+        with _named(part, "written"):
+            dcp.save(_state(trainer), checkpoint_id=part)
+            if first:
+                (part / STATE).write_text(json.dumps(facts), encoding="utf-8")
+                rollout.save_answers(part / ANSWERS)
         if first:
-            (part / STATE).write_text(json.dumps(facts), encoding="utf-8")
-            rollout.save_answers(part / ANSWERS)
             shutil.rmtree(path, ignore_errors=True)
             os.replace(part, path)
             for old in sorted(path.parent.glob("step-????????"))[: -self.keep]:
@@ -88,11 +93,16 @@ class Saving:
         dist.barrier()
 
     def load(self, side: str, step: int, trainer: Trainer, rollout: Rollout | Generate | None) -> dict[str, Any]:
-        """All ranks call; the trainer then holds what `save` was called with. Returns its facts."""
+        """All ranks call; the trainer then holds what `save` was called with, on as many ranks or others. Returns its
+        facts. OSError names the folder and what failed."""
         path, state = self._path(side, step), _state(trainer)
         if rollout is not None:
             rollout.load_answers(path / ANSWERS)
-        dcp.load(state, checkpoint_id=path)
+        with _named(path, "read"):
+            known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            if f"{_generators()}.cpu" not in known:  # a rank more than there were: it goes on with its own
+                del state[_generators()]
+            dcp.load(state, checkpoint_id=path)
         set_state_dict(
             trainer.weights,
             trainer.optimizer,
@@ -100,10 +110,22 @@ class Saving:
             optim_state_dict=state["optimizer"],
         )
         trainer.round_masters()
-        torch.set_rng_state(state[_generators()]["cpu"])
-        if trainer.device.type == "cuda":
-            torch.cuda.set_rng_state(state[_generators()]["cuda"], trainer.device)
+        if (generators := state.get(_generators())) is not None:
+            torch.set_rng_state(generators["cpu"])
+            if trainer.device.type == "cuda":
+                torch.cuda.set_rng_state(generators["cuda"], trainer.device)
         return json.loads((path / STATE).read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def _named(path: Path, done: str) -> Iterator[None]:
+    """torch's CheckpointException is no Exception, and its message is the tracebacks of all ranks."""
+    try:
+        yield
+    except (CheckpointException, OSError) as error:
+        cause = min(error.failures.items())[1][0] if isinstance(error, CheckpointException) else error
+        text = " ".join(str(cause).split())
+        raise OSError(f"{path}: could not be {done}: {type(cause).__name__}: {text}") from error
 
 
 def _generators() -> str:

@@ -11,6 +11,7 @@ from ..weights.fetch import fetch_smollm2
 from ..weights.hub import check_name
 from ..weights.load import Loaded, as_dtype, load
 from ..weights.random import CONFIGS, load_random
+from . import tasks
 
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, as the demo fetches it
 ADVANTAGES = ("grpo", "rloo")
@@ -205,3 +206,13 @@ class Options:
         for name, value in self.to_json().items():
             if name not in free and others.get(name) != value:
                 raise ValueError(f"recipe: {name}: got {value!r}, but {whose} has {others.get(name)!r}")
+        if self.task in tasks.OF_SIZE and _questions(self.to_json()) != _questions(others):
+            raise ValueError(
+                f"recipe: steps: got {self.steps}, but {whose} has {others['steps']}: which questions {self.task} asks "
+                "depends on how many there are"
+            )
+
+
+def _questions(options: dict[str, Any]) -> int:
+    """How many are made: those of a run, or of its first epoch."""
+    return options["prompts"] * min(options["steps"], options["epoch_steps"] or options["steps"])

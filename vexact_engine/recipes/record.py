@@ -3,6 +3,7 @@ against it."""
 
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,14 +62,19 @@ class Recorder:
 
     head      the first line
     resumed   side -> the last step that is kept of a record that stands at `path`: what is after it is cut off, since
-              the run goes on from there. None: there may be no file, or it is written over
+              the run goes on from there; other sides stay. None: there may be no file, or it is written over
     """
 
     def __init__(self, path: str | Path, head: dict[str, Any], resumed: dict[str, int] | None = None):
         kept = [head] if resumed is None or not Path(path).exists() else [*_until(path, resumed)]
         text = "".join(map(_line, kept))
         self._path = Path(path)
-        self._path.write_text(text, encoding="utf-8")
+        if resumed is None:
+            self._path.write_text(text, encoding="utf-8")
+        else:  # a full disk or a kill leaves what is there
+            part = self._path.with_name(f"{self._path.name}.part")
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, self._path)
 
     def __call__(self, kind: str, *values: Any) -> None:
         if kind == "step":
@@ -94,11 +100,12 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def _until(path: str | Path, steps: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Lines of a record up to these steps of its sides."""
+    """Lines of a record up to these steps of these sides, and of all others."""
     read(path)  # a file that is something else stays as it is
     for line in Path(path).read_text(encoding="utf-8").split("\n")[:-1]:
         entry = json.loads(line)
-        if "side" not in entry or ("step" in entry and entry["step"] <= steps.get(entry["side"], 0)):
+        last = steps.get(entry.get("side"))
+        if last is None or ("step" in entry and entry["step"] <= last):
             yield entry
 
 

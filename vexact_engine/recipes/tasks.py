@@ -5,6 +5,7 @@ To add one: a class with `questions` and `reward`, and its name in `make`.
 
 import importlib
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +16,11 @@ from ..proof.prompts import Prompt, encode
 
 EVENS = "evens"
 DEFAULT, DEFAULT_OPTIONS = "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+# Datasets of reasoning-gym whose first questions are others where more are asked for
+OF_SIZE = {"acre", "composite"}
+# Those that are others in every process: they go through sets of texts, in the order of their hashes
+OF_HASHES = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,13 @@ def make(name: str | None, options: dict, *, tokenizer: Any, vocab_size: int, se
 
 
 def reasoning_gym(task: str) -> ModuleType:
-    """The package that `task` is of; ModuleNotFoundError with the pip line where it is not installed."""
+    """The package that `task` is of; ModuleNotFoundError with the pip line where it is not installed. ValueError where
+    it is one that no run could repeat here."""
+    if task in OF_HASHES and sys.flags.hash_randomization:
+        raise ValueError(
+            f"recipe: task: got {task!r}, which follows Python's hashes of texts, others in every "
+            "process: expected PYTHONHASHSEED=0 in the environment, or another task"
+        )
     try:
         return importlib.import_module("reasoning_gym")
     except ModuleNotFoundError as error:
