@@ -38,14 +38,15 @@ from . import check_options, check_overrides, check_versions, declared_options, 
 check_versions()
 
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.model import convert_weight_keys
 from verl.workers import engine as engines
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from .check import Check
-from .handed import About, Weights
+from .handed import About, Weights, gathered
+from .lora import adapted_names, refuse_adapters
 
 VENDOR = "vexact"
 DEVICES = ("cuda", "cpu")
@@ -125,7 +126,13 @@ class AlignedEngine:
     def get_per_tensor_param(self, *args, **kwargs):
         """verl's, in the dtypes that this engine's forward computes with: a router that transformers keeps in fp32 is
         rounded for it by FSDP2's mixed precision, and so is what a rollout gets. With what each rank holds of them,
-        ungathered, for a rollout that takes that."""
+        ungathered, for a rollout that takes that. With LoRA those of the base and of its adapters together: what verl's
+        worker hands over in two parts, and in a standalone run the first alone, is one set here."""
+        if self.model_config.lora_rank > 0:
+            held = adapted_names(self.module.state_dict(), self.module)
+            items = ((name, gathered(tensor, get_device_id())) for name, tensor in held.items())
+            computes = adapted_names(self._computes(), self.module)
+            return Weights(items, computes, self._about(), self.check.of, held), None
         items, adapters = super().get_per_tensor_param(*args, **kwargs)
         computes, held = convert_weight_keys(self._computes(), self.module), None
         if getattr(self.engine_config, "expert_parallel_size", 1) == 1:  # or experts are no DTensors of all ranks
@@ -272,14 +279,7 @@ def refuse(model_config, engine_config) -> None:
     for name in ("ulysses_sequence_parallel_size", "ulysses_parallel_size"):
         if heads % (size := getattr(engine_config, name, 1)):
             raise ValueError(f"{name}: got {size}, expected a divisor of num_attention_heads, {heads}")
-    if model_config.lora_rank > 0 or model_config.lora_adapter_path:
-        raise NotImplementedError(
-            f"lora_rank: got {model_config.lora_rank}, expected 0: a rollout has adapters merged into its weights and "
-            "rounded once more, so its log-probabilities are not those that a trainer computes with adapters apart"
-        )
-    if (model_config.lora or {}).get("rank"):
-        rank = model_config.lora["rank"]
-        raise NotImplementedError(f"lora.rank: got {rank}, expected 0: that is Megatron's, and nobody reads it here")
+    refuse_adapters(model_config, engine_config.strategy)
     if (model_config.tiled_mlp or {}).get("enabled"):
         raise NotImplementedError(
             "tiled_mlp.enabled: got True, expected False: it replaces forwards of the model, which aligned ones are in "

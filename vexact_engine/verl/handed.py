@@ -103,9 +103,7 @@ class Weights:
             yield from self
             return
         for name, tensor in self._each(self._held, device):
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
-            yield name, tensor
+            yield name, gathered(tensor, device)
 
     def _each(self, tensors: Mapping[str, Tensor], device: torch.device | int | str) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors.items():
@@ -125,6 +123,14 @@ class Weights:
                 f"vexact: weights: {name}: verl hands it over, but the trainer's model has none so named"
             )
         return name, tensor.to(kind)
+
+
+def gathered(tensor: Tensor, device: torch.device | int | str) -> Tensor:
+    """Whole: of a DTensor by all of its ranks together, on the device."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    there = tensor.to(device, non_blocking=True)
+    return there.to_local() if there.device_mesh.size() == 1 else there.full_tensor()
 
 
 class Held(NamedTuple):
