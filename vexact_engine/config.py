@@ -10,7 +10,8 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field, is_dataclass
+from enum import Enum
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,11 @@ class EngineConfig:
                              Engine.sleep_backend says which it is
     speculation              how tokens are drafted that steps then verify: a Speculation, or its fields as a mapping;
                              None: a step draws one token of a sequence
+    adapter                  LoRA that a model directory, or a name on the Hub, is computed with, unmerged, so with the
+                             bits of a trainer's PeftModel: a directory of PEFT's, or its name on the Hub; or a
+                             LoraConfig's to_dict(), whose tensors updates bring: until then B = 0, and the base alone
+                             may be updated. Its tensors have the dtype that PEFT gives them, fp32. None: there is none,
+                             or it came with a loaded model
     pipeline_parallel_size   stages that the layers are cut into, each in a process of its own and on a GPU of its own
     tensor_parallel_size     ranks that the weights of a stage are cut over by output rows, heads in attention: each a
                              process of its own on a GPU of its own. Sizes that do not divide are refused
@@ -168,6 +174,7 @@ class EngineConfig:
     sleep_backend: str = "auto"
     pipeline_parallel_size: int = 1
     speculation: Speculation | None = None
+    adapter: Any = field(default=None, hash=False)
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     nodes: int = 1
@@ -220,6 +227,12 @@ class EngineConfig:
                 f"EngineConfig: speculation: draft_model: got a {type(draft).__name__}, expected a path or a name on "
                 f"the Hub with {self.parallel} {getattr(self, self.parallel)}: another process loads it"
             )
+        if isinstance(self.adapter, str | os.PathLike) and os.fspath(self.adapter):
+            object.__setattr__(self, "adapter", os.fspath(self.adapter))
+        elif isinstance(self.adapter, Mapping):
+            object.__setattr__(self, "adapter", _plain(self.adapter, "EngineConfig: adapter"))
+        elif self.adapter is not None:
+            raise _type_error(self, "adapter", "a directory, a name on the Hub, a LoraConfig's to_dict() or None")
         _check_bool(self, "show_progress", optional=True)
 
     @property
@@ -371,6 +384,21 @@ def is_unicode(text: str) -> bool:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
+
+
+def _plain(value: Any, where: str) -> Any:
+    """As JSON has it, which other processes are told: a set is a sorted list. TypeError for what JSON has not."""
+    value = value.value if isinstance(value, Enum) else value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}: {key}") for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        found = [_plain(item, where) for item in value]
+        return sorted(found, key=str) if isinstance(value, set | frozenset) else found
+    raise TypeError(f"{where}: got a {type(value).__name__}, expected what JSON has")
 
 
 def _type_error(config, name, expected):

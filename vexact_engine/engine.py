@@ -84,6 +84,11 @@ class Engine(Frontend):
                 f"Engine: {config.parallel}: got {getattr(config, config.parallel)} and a model that is "
                 f"{'loaded, expected a path' if loaded.origin is None else 'in stages, expected more than 1'}"
             )
+        if config.adapter is not None and loaded.adapter is None:
+            raise ValueError(
+                f"EngineConfig: adapter: got one for {loaded.name}, which was loaded without it, expected None: "
+                "weights.load.load(adapter=...) and Engine.from_pretrained put one on a model"
+            )
         self.model, self.name = loaded.model, loaded.name
         self._text = None if loaded.tokenizer is None else Text(loaded.tokenizer)
         self.tokenizer = None if self._text is None else self._text.tokenizer
@@ -146,6 +151,7 @@ class Engine(Frontend):
             read = functools.partial(load_in_stages, asked=config.parallel, images=images)
         with torch.device("cpu"):  # not the caller's default device
             options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
+            options |= {"adapter": None if config is None else config.adapter}
             loaded = read(path_or_model, device=device, dtype=dtype, **options)
         return cls(loaded if nodes is None else replace(loaded, nodes=nodes), config)
 
@@ -333,7 +339,7 @@ class Engine(Frontend):
 
             def update() -> int:
                 ready()
-                plan = worker.plan(pairs)
+                plan = worker.plan(pairs, whole=loop.torn is not None or loop.missing is not None)
                 loop.torn = TORN
                 worker.apply(plan)
                 return self._renewed(keep_cache)

@@ -34,6 +34,7 @@ class UpdateLoop(Protocol):
 
     updating: bool
     torn: str | None
+    missing: str | None
 
     def call(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
     def call_here(self, function: Callable[[], object], when: Callable[[], bool] | None = None) -> Any: ...
@@ -114,7 +115,7 @@ class WeightUpdate:
         lock.acquire()
         self._over = False  # as the engine's thread sees it: what another thread still has to write comes too late
         try:
-            self._update = loop.call(lambda: worker.begin(specs, staging))
+            self._update = loop.call(lambda: self._begin(specs, staging))
         except BaseException:
             lock.release()
             raise
@@ -203,6 +204,12 @@ class WeightUpdate:
         return self._loop.updating or self._loop.may_change_weights()
 
     # In the engine's thread, or while that waits
+
+    def _begin(self, specs: Mapping | None, staging: Any) -> Update:
+        update = self._worker.begin(specs, staging)
+        if self._loop.torn is not None or self._loop.missing is not None:
+            update.expect_whole()
+        return update
 
     def _write(self, bucket, ready: Callable[[], None]) -> None:
         ready()

@@ -42,7 +42,7 @@ from ..weights.cut import cut as cut_weights
 from ..weights.cut import shapes
 from ..weights.draft import Draft
 from ..weights.load import Loaded
-from ..weights.update import Piece, Places, plan_update
+from ..weights.update import Fresh, Piece, Places, plan_update
 from . import limits
 from . import messages as m
 from .balance import split
@@ -125,7 +125,8 @@ class PipelineWorker:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, backend: str | None = None, draft: Draft | None = None):
         self.model, self._origin, self._device, self._backend = loaded.model, loaded.origin, loaded.device, backend
-        self.config, self.places = config, Places.of(loaded.model, draft)
+        self.config, fresh = config, Fresh() if isinstance(config.adapter, Mapping) else None
+        self.places = Places.of(loaded.model, draft, fresh)
         self.meanwhile: Callable[[], None] = lambda: None
         self._placement = Placement(config, self._device, loaded.nodes, lambda: self.meanwhile())
         try:
@@ -344,10 +345,10 @@ class PipelineWorker:
 
     # Weights
 
-    def plan(self, named_tensors) -> list[tuple[str, Tensor]]:
+    def plan(self, named_tensors, whole: bool = False) -> list[tuple[str, Tensor]]:
         self._check_awake()
         pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
-        plan_update(self.places, pairs)  # that they fit
+        plan_update(self.places.whole() if whole or self._lost else self.places, pairs)  # that they fit
         return pairs
 
     def apply(self, plan: list[tuple[str, Tensor]]) -> None:
@@ -365,7 +366,10 @@ class PipelineWorker:
             self._check_awake()
         if self.dead:
             self._restart()
-        return UpdateOfStages(self, specs, staging)
+        update = UpdateOfStages(self, specs, staging)
+        if self._lost:
+            update.expect_whole()
+        return update
 
     def make_copy(self, device: torch.device | str | None) -> Staging:
         """A second copy of the weights' memory in each stage, of its own layers."""

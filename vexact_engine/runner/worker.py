@@ -22,7 +22,7 @@ from ..handover.session import Reading
 from ..handover.threads import half_the_threads
 from ..media.images import scene_of
 from ..weights.draft import Draft
-from ..weights.update import Places, Update, apply_update, plan_update
+from ..weights.update import Fresh, Places, Update, apply_update, plan_update
 from ..weights.watch import Watch
 from . import memory
 from .ahead import importing
@@ -111,7 +111,8 @@ class Worker:
             self._memories: Memories | None = None  # of another process, that weights come in
             self._watch, self._missed = Watch(model), ""
             self._revision = self._handle.revision()
-            self._places = Places.of(model, draft)
+            self._fresh = Fresh() if isinstance(config.adapter, Mapping) else None
+            self._places = Places.of(model, draft, self._fresh)
             self._encoder = Encoder()
             self.longest_first, self.verified = self._runner.longest_first(), self._runner.graphs.verified
             self.chunk, self.reach = memory.chunk_of(self._runner.memories), memory.reach(self._runner.memories)
@@ -212,11 +213,12 @@ class Worker:
     def _make_forward(self) -> None:
         self._runner.make_forward()
         self.path = self._runner.path
-        self._places = Places.of(self.model, self._draft)
+        self._places = Places.of(self.model, self._draft, self._fresh)
 
-    def plan(self, named_tensors) -> list[tuple[Tensor, Tensor]]:
+    def plan(self, named_tensors, whole: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """whole: nothing may be left out, for what is there is gone or torn"""
         self._make_ready()
-        return plan_update(self._places, named_tensors)
+        return plan_update(self._places.whole() if whole else self._places, named_tensors)
 
     def apply(self, plan: Iterable[tuple[Tensor, Tensor]]) -> None:
         apply_update(plan)
@@ -226,7 +228,7 @@ class Worker:
 
     def make_copy(self, device: torch.device | str | None) -> Places:
         """A second copy of the weights' memory, which holds nothing yet."""
-        return Places.of(self.model, self._draft).copy(self.device if device is None else device)
+        return Places.of(self.model, self._draft, self._fresh).copy(self.device if device is None else device)
 
     def begin(self, specs: Mapping | None, staging: Places | None = None) -> Update:
         if staging is not None:

@@ -61,28 +61,27 @@ def read_directory(path: "str | os.PathLike") -> Directory:
     check_kinds(path)
     adapter, config_file = path / "adapter_config.json", path / "config.json"
     if adapter.exists():
-        what = "beside the weights" if config_file.is_file() else "of an adapter alone"
         raise ValueError(
-            f"weights: {adapter}: a directory {what}; adapters are not read: merge it into the weights "
-            "(merge_and_unload() of peft), save those, and load them without this file"
+            f"weights: {adapter}: an adapter beside the weights, or of an adapter: which one counts? Put it, with its "
+            "weights, into a directory of its own, and give that as EngineConfig.adapter"
         )
     if not config_file.is_file():
         raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory")
-    config = _object(config_file)
+    config = read_object(config_file)
     if (generation := path / "generation_config.json").is_file():
-        _object(generation)  # transformers would pass over one that it cannot read
+        read_object(generation)  # transformers would pass over one that it cannot read
     _check_config(config_file, config)
     files, places = _files(path, config)
-    held = {file: _headers(file) for file in files}
-    for file, headers in held.items():
-        if absent := {name for name, where in places.items() if where == file} - headers.keys():
+    held = {file: headers(file) for file in files}
+    for file, inside in held.items():
+        if absent := {name for name, where in places.items() if where == file} - inside.keys():
             raise ValueError(f"weights: {file} lacks tensors that the index says it has: {some(absent)}")
     tensors: dict[str, Header] = {}
-    for file, headers in held.items():
-        if twice := headers.keys() & tensors.keys():
+    for file, inside in held.items():
+        if twice := inside.keys() & tensors.keys():
             name = min(twice)
             raise ValueError(f"weights: {file}: {name} is in {tensors[name].file.name} too: which one counts?")
-        tensors |= headers
+        tensors |= inside
     _check_experts(path, tensors)
     _check_layers(config_file, config, len(tensors))
     return Directory(path, config, files, tensors)
@@ -96,7 +95,8 @@ def check_kinds(path: Path) -> None:
             raise ValueError(f"weights: {entry.path} is a pipe, a socket or a device, expected a file")
 
 
-def _object(file: Path) -> dict:
+def read_object(file: Path) -> dict:
+    """Of a file of JSON. ValueError where it holds none."""
     found = _json(file)
     if not isinstance(found, dict):
         raise ValueError(f"weights: {file}: got a {type(found).__name__}, expected an object")
@@ -245,7 +245,8 @@ def _no_weights(path: Path, there: list[str]) -> Exception:
     return FileNotFoundError(f"weights: {path}: {expected}; {what}")
 
 
-def _headers(file: Path) -> dict[str, Header]:
+def headers(file: Path) -> dict[str, Header]:
+    """Of a file of safetensors, which is known to be whole then."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -9,7 +9,7 @@ SECONDS = 5  # for the Hub's answer
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, config: str = "config.json") -> None:
     """Nothing where `name` is a file or directory here, or a model whose config the Hub or its cache has.
 
     raises   FileNotFoundError that says what it is not
@@ -24,13 +24,13 @@ def check_name(name: str) -> None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+        if isinstance(hub.try_to_load_from_cache(name, config), str):
             return
     except HFValidationError:
         raise FileNotFoundError(f"{missing}, and no name on the Hub either") from None
     if hub.constants.HF_HUB_OFFLINE:
         raise FileNotFoundError(f"{missing}, nor is it in the Hub's cache, and HF_HUB_OFFLINE is set")
-    url = f"{hub.constants.ENDPOINT}/{name}/resolve/main/config.json"
+    url = f"{hub.constants.ENDPOINT}/{name}/resolve/main/{config}"
     try:
         answer = hub.get_session().head(url, headers=hub.utils.build_hf_headers(), timeout=SECONDS)
     except (OSError, RuntimeError, *_transport_errors()) as error:
@@ -70,6 +70,22 @@ def snapshot(name: str, weights: bool = False) -> Path:
         what = " ".join(str(error).split())
         raise FileNotFoundError(f"weights: {name}: the Hub: {type(error).__name__}: {what}") from error
     return folder
+
+
+def adapter_snapshot(name: str) -> Path:
+    """The same of an adapter of PEFT's."""
+    files = "adapter_config.json", "adapter_model.safetensors"
+    check_name(name, files[0])
+    import huggingface_hub as hub
+
+    from .config import quiet
+
+    try:
+        with quiet():
+            return Path(hub.snapshot_download(name, allow_patterns=[*files]))
+    except (OSError, RuntimeError, *_transport_errors()) as error:
+        what = " ".join(str(error).split())
+        raise FileNotFoundError(f"weights: {name}: the Hub: {type(error).__name__}: {what}") from error
 
 
 def _fetched(name: str, file: str, folder: Path) -> bool:

@@ -7,7 +7,7 @@ directory.py decides which files are read, and conversion.py whether they fit, b
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from vexact_ops.patch import WITH_IMAGES, kept_in_fp32, lora, score_head
 
+from .adapter import Adapter, base_of, fill_adapters, is_adapter, put_on, read_adapter
 from .config import auto_class, explain, quiet, read_config
 from .conversion import fit
 from .directory import read_directory, some
@@ -25,7 +26,7 @@ from .gguf import check_file, check_gguf, read_once
 from .hub import snapshot
 from .mxfp4 import is_mxfp4
 from .processors import NONE, Processors, load_processors
-from .tokenizer import load_tokenizer
+from .tokenizer import FILES, load_tokenizer
 
 if TYPE_CHECKING:
     from .partial import Origin
@@ -46,6 +47,8 @@ class Loaded:
     device          where those are to be
     processors      of images and of videos: transformers' own of a directory
     path            the directory that the weights were read from; None: there is none
+    adapter         LoRA that it is computed with, of files or a configuration; None: there is none, or it came with
+                    the model
     nodes           actors of Ray's that begin the stages' processes (parallel/nodes.py), one on each machine; None:
                     where they are is found by EngineConfig.nodes
     """
@@ -59,6 +62,7 @@ class Loaded:
     processors: Processors = NONE
     path: Path | None = None
     nodes: Sequence[Any] | None = None
+    adapter: Adapter | None = None
 
 
 def load(
@@ -69,13 +73,15 @@ def load(
     tokenizer: Any = None,
     trust_remote_code: bool = False,
     images: bool = True,
+    adapter: "str | os.PathLike | Mapping[str, Any] | None" = None,
     meanwhile: Callable[[torch.nn.Module, torch.device], AbstractContextManager[None]] | None = None,
 ) -> Loaded:
     """A model to generate with.
 
     source      a directory with config.json and safetensors (one file, or shards and their index); a GGUF file, or a
-                directory that holds one and no config.json; the name of a model on the Hub; or a loaded Hugging Face
-                causal model, which is taken as it is, with LoRA's adapters where PEFT has put them on it
+                directory that holds one and no config.json; the name of a model on the Hub; a directory of an adapter,
+                which names its model; or a loaded Hugging Face causal model, which is taken as it is, with LoRA's
+                adapters where PEFT has put them on it
     device      where it is to be; a loaded model must be there already. None: where a loaded model is, else the GPU if
                 there is one
     dtype       "bfloat16", "float32" or, on a GPU, "float16"; None: bfloat16, or what a loaded model has
@@ -83,6 +89,7 @@ def load(
                 are token ids; or the tokenizer itself
     trust_remote_code  run the Python that a directory brings for its tokenizer. A model's is never run
     images      False: a model that transformers has a class of text alone of (Qwen3.5) is that one
+    adapter     LoRA that the model is computed with, as EngineConfig.adapter has it; of a loaded model refused
     meanwhile   given the model, still on the host, and where it goes: a block that it goes there in
     raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
     """
@@ -90,17 +97,26 @@ def load(
     if dtype is not None:
         dtype = as_dtype(dtype, device)
     if isinstance(source, torch.nn.Module):
-        name, model = type(source).__name__, _accept(source, device, dtype)
+        if adapter is not None:
+            raise ValueError(
+                f"EngineConfig: adapter: got one for a loaded {type(source).__name__}, expected None: give the model "
+                "that PEFT has put it on (peft.PeftModel.from_pretrained)"
+            )
+        name, model, chosen = type(source).__name__, _accept(source, device, dtype), None
     else:
         name = os.fspath(source)
-        path = _found(name)
+        base, chosen = _with_adapter(name, adapter)
+        path = _found(base)
         kind = dtype or torch.bfloat16
         with read_once() if path.is_file() else nullcontext():
             model = _load_gguf(path, kind) if path.is_file() else _load_directory(path, name, kind, images)
+            if chosen is not None:
+                put_on(model, chosen)
+                fill_adapters(model, chosen, lora.adapters(model), torch.device("cpu"))
             with meanwhile(model, torch.device(device)) if meanwhile else nullcontext():
                 model = model.to(device)
                 model.requires_grad_(False)
-                tokenizer = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
+                tokenizer = load_tokenizer(_of_words(name, path), tokenizer, trust_remote_code=trust_remote_code)
         if model.config.model_type in WITH_IMAGES:
             processors = load_processors(path, name)
     if tokenizer is False or isinstance(tokenizer, str | os.PathLike):
@@ -109,7 +125,7 @@ def load(
     directory = path if path is not None and path.is_dir() else None
     if directory is not None:
         tell_unread(directory, name)
-    return Loaded(model.eval(), tokenizer, eos, name, processors=processors, path=directory)
+    return Loaded(model.eval(), tokenizer, eos, name, processors=processors, path=directory, adapter=chosen)
 
 
 def load_in_stages(
@@ -120,11 +136,13 @@ def load_in_stages(
     tokenizer: Any = None,
     trust_remote_code: bool = False,
     images: bool = True,
+    adapter: "str | os.PathLike | Mapping[str, Any] | None" = None,
     asked: str = "pipeline_parallel_size",
 ) -> Loaded:
     """A model directory, or a name on the Hub, for an engine of several stages or ranks: they read their weights
     themselves.
 
+    adapter  as load has it; each process reads what belongs to its layers, or rows
     asked    the option that wants several, for messages
     raises   as load; ValueError for anything but a directory with safetensors
     """
@@ -133,20 +151,22 @@ def load_in_stages(
     device = default_device(source) if device is None else device
     kind = as_dtype(torch.bfloat16 if dtype is None else dtype, device)
     name = "" if isinstance(source, torch.nn.Module) else os.fspath(source)
-    path = None if isinstance(source, torch.nn.Module) else _found(name)
+    base, chosen = _with_adapter(name, adapter) if name else (name, None)
+    path = None if isinstance(source, torch.nn.Module) else _found(base)
     if path is None or path.is_file():
         what = f"a loaded {type(source).__name__}" if path is None else str(path)
         raise ValueError(
             f"weights: {asked}: got {what}, expected a model directory with config.json and safetensors: each process "
             "reads its own layers, or rows, from it"
         )
-    found = load_tokenizer(path, tokenizer, trust_remote_code=trust_remote_code)
+    found = load_tokenizer(_of_words(name, path), tokenizer, trust_remote_code=trust_remote_code)
     with quiet():
         try:
-            origin = settled(Origin(str(path), kind, images=images))
+            origin = settled(Origin(str(path), kind, images=images, adapter=chosen))
             model = skeleton(origin)
         except Exception as error:
-            raise error if str(error).startswith("weights: ") else explain(str(path), error) from error
+            said = str(error).startswith(("weights: ", "EngineConfig: "))
+            raise error if said else explain(str(path), error) from error
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"weights: {asked}: got {type(model).__name__}, which scores sequences, expected one process for it"
@@ -154,7 +174,7 @@ def load_in_stages(
     processors = load_processors(path, name) if model.config.model_type in WITH_IMAGES else NONE
     made = without_weights(model, found, origin, device)
     tell_unread(path, name)
-    return replace(made, name=name, processors=processors)
+    return replace(made, name=name, processors=processors, adapter=chosen)
 
 
 def without_weights(model, tokenizer: Any, origin: "Origin", device: str | torch.device) -> Loaded:
@@ -227,6 +247,25 @@ def _wrapper(model: torch.nn.Module) -> str:
     if list(model._modules) == ["module"]:
         return f"that of {type(model).__name__} is model.module"
     return ""
+
+
+def _with_adapter(name: str, given: "str | os.PathLike | Mapping[str, Any] | None") -> tuple[str, Adapter | None]:
+    """What a model is loaded from, and what it is computed with: where that is a directory of an adapter, its model."""
+    path = Path(name).expanduser()
+    if name and is_adapter(path):
+        if given is not None:
+            raise ValueError(
+                f"EngineConfig: adapter: got one beside {name}, which is an adapter itself, expected None: one adapter "
+                "is computed with"
+            )
+        return base_of(path), read_adapter(path)
+    return name, None if given is None else read_adapter(given)
+
+
+def _of_words(name: str, path: Path) -> Path:
+    """Where the tokenizer is: beside an adapter that brings one, or beside the weights."""
+    own = Path(name).expanduser()
+    return own if is_adapter(own) and any((own / file).exists() for file in FILES) else path
 
 
 def _found(name: str) -> Path:

@@ -1,6 +1,6 @@
 """Names of tensors that are those of a model but for what a wrapper has put before them, and what to say then."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Container, Iterable, Mapping, Set
 
 # Before a name, or in it -> who puts it there.
 WRAPPERS = {
@@ -10,6 +10,7 @@ WRAPPERS = {
     "module.": "DistributedDataParallel",
     "base_model.model.": "peft",
 }
+PEFT, BASE = "base_model.model.", ".base_layer"
 _LORA = (".lora_A.", ".lora_B.", ".lora_embedding_", ".lora_magnitude_vector", ".base_layer.", ".modules_to_save.")
 
 
@@ -23,6 +24,35 @@ def passed_over(known: Iterable[str]) -> tuple[str, ...]:
     if not any(name.startswith(TEXT) for name in known):
         return ()
     return tuple(beside for beside in _BESIDE if not any(name.startswith(beside) for name in known))
+
+
+def adapter_name(given: str, known: Container[str]) -> str | None:
+    """What a tensor of an adapter's file, which names no adapter, is called in a model with one of PEFT's "default";
+    None: nothing of it."""
+    name = given.removeprefix(PEFT)
+    owner, _, leaf = name.rpartition(".")
+    return next((each for each in (name, f"{owner}.default.{leaf}") if each in known), None)
+
+
+def peft_aliases(names: Mapping[str, str], adapters: Set[str]) -> dict[str, str]:
+    """Other names of what a model with LoRA has -> its own: PEFT's, and those of the model without it.
+
+    names      of all its tensors, old ones too -> its own
+    adapters   those of them that are adapters'; where there is one of them alone, its name may be left out
+    """
+    single = len({name.split(".")[-2] for name in adapters}) == 1
+    found: dict[str, str] = {}
+    for name, own in names.items():
+        forms = [name]
+        owner, _, leaf = name.rpartition(".")
+        if own in adapters:
+            forms += [f"{owner.rpartition('.')[0]}.{leaf}"] if single else []
+        elif owner.endswith(BASE):
+            forms.append(f"{owner.removesuffix(BASE)}.{leaf}")
+        elif owner.endswith("_proj"):  # verl's, adapted or not
+            forms.append(f"{owner}{BASE}.{leaf}")
+        found |= {other: own for form in forms for other in (form, PEFT + form) if other not in names}
+    return found
 
 
 def hint(unknown: Iterable[str], known: Set[str]) -> str:

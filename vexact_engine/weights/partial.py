@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vexact_ops.patch import kept_in_fp32
+from vexact_ops.patch import kept_in_fp32, lora
 
+from .adapter import Adapter, fill_adapters, put_on
 from .config import auto_class, explain, quiet, read_config
 from .conversion import Fit, fit
 from .cut import Shard
 from .directory import Directory, read_directory, some
+from .names import BASE
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Origin:
     layers   of random weights: the first so many alone
     untied   names that config.json ties to others, while the files have other values for them; None: not known yet
     images   as load has it
+    adapter  that the model is computed with (or its fields)
     """
 
     source: str
@@ -32,6 +35,11 @@ class Origin:
     layers: int | None = None
     untied: tuple[str, ...] | None = None
     images: bool = True
+    adapter: Adapter | None = None
+
+    def __post_init__(self):
+        if isinstance(self.adapter, Mapping):
+            object.__setattr__(self, "adapter", Adapter(**self.adapter))
 
 
 def settled(origin: Origin) -> Origin:
@@ -80,6 +88,8 @@ def skeleton(origin: Origin) -> nn.Module:
         config = config_of(origin.source, origin.layers)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=origin.dtype, trust_remote_code=False)
+    if origin.adapter is not None:
+        put_on(model, origin.adapter)
     model.requires_grad_(False)
     for name, module in model.named_modules():
         kept = module._non_persistent_buffers_set & {k for k, v in module._buffers.items() if v is not None}
@@ -109,6 +119,9 @@ def fill(
     """Give a skeleton the tensors of these names, or those of their rows that a rank holds. ValueError where the
     directory does not have one."""
     names, shards = set(names), shards or {}
+    if adapters := names & lora.adapters(model):
+        fill_adapters(model, origin.adapter, adapters, device, shards)
+        names -= adapters
     if origin.seed is None:
         _fill_from_files(model, names, origin, device, shards)
         return
@@ -119,7 +132,7 @@ def fill(
     tensors = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers(remove_duplicate=False))
     shared = _shared(model)
     for name in names:
-        made = tensors[name]
+        made = tensors[_bare(name)]
         if name in shards:
             made = nn.Parameter(shards[name].take(made.detach()).clone(), requires_grad=False)
         for alias in shared.get(name, (name,)):
@@ -147,9 +160,9 @@ def _fill_from_files(
             made = nn.Parameter(made, requires_grad=False)
         for alias in shared.get(name, (name,)):
             _put(model, alias, made)
-            place[alias] = made.detach()
+            place[_bare(alias)] = made.detach()
             if name in shards:
-                rows[alias] = shards[name]
+                rows[_bare(alias)] = shards[name]
     found, state = fit(whole, directory), whole.state_dict()
     with Files(directory) as files:
         for step in found.steps:
@@ -159,7 +172,12 @@ def _fill_from_files(
                     if target in place:
                         own = _as_it_is_made(whole, target, made[target]) if target in rows else made[target]
                         place[target].copy_(rows[target].take(own) if target in rows else own)
-    _initialize(model, place.keys() - rows.keys())
+    _initialize(model, [name for name in _tensors(model) if _bare(name) in place.keys() - rows.keys()])
+
+
+def _bare(name: str) -> str:
+    """What a tensor is called where its model has no adapters."""
+    return name.replace(f"{BASE}.", ".")
 
 
 def _as_it_is_made(model: nn.Module, name: str, loaded: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from vexact_ops.patch import lora
 
 from .directory import some
 from .experts import aliases, expert_views
-from .names import hint, passed_over
+from .names import hint, passed_over, peft_aliases
 
 if TYPE_CHECKING:
     from .draft import Draft
@@ -91,6 +91,13 @@ def targets(model: torch.nn.Module) -> dict[str, Tensor]:
     return model.state_dict(keep_vars=True)
 
 
+class Fresh:
+    """Whether adapters are those that an engine begins with, B = 0, and so of no step of a trainer's: until then the
+    base alone may come, as nothing is mixed from two steps."""
+
+    still = True
+
+
 @dataclass(frozen=True)
 class Places:
     """Where weights are written: a model's own memory, or a second copy of it.
@@ -100,6 +107,7 @@ class Places:
     old       old names of whole parameters -> their names now
     optional  names that an update brings all of or none: those of a model that drafts
     beneath   likewise, where the model has adapters (LoRA): those of all else
+    adapters  those of the adapters, which an update may leave out while they are `fresh`
     """
 
     targets: dict[str, Tensor]
@@ -107,13 +115,18 @@ class Places:
     old: dict[str, str]
     optional: frozenset[str] = frozenset()
     beneath: frozenset[str] = frozenset()
+    adapters: frozenset[str] = frozenset()
+    fresh: "Fresh | None" = None
     spare: dict[str, object] = field(default_factory=dict)  # of whoever computes: what was made of a copy's memory
 
     @classmethod
-    def of(cls, model: torch.nn.Module, draft: "Draft | None" = None) -> "Places":
+    def of(cls, model: torch.nn.Module, draft: "Draft | None" = None, fresh: "Fresh | None" = None) -> "Places":
         own = cls(targets(model), expert_views(model), aliases(model))
         if adapters := lora.adapters(model):
-            own = replace(own, beneath=frozenset((own.targets.keys() | own.views.keys()) - adapters))
+            every = own.targets.keys() | own.views.keys()
+            old = own.old | peft_aliases({name: name for name in every} | own.old, adapters)
+            parts = {"beneath": frozenset(every - adapters), "adapters": frozenset(adapters)}
+            own = replace(own, old=old, fresh=fresh, **parts)
         if draft is None:
             return own
         drafts, before = cls.of(draft.module), draft.prefix
@@ -121,7 +134,17 @@ class Places:
         views = {before + name: (before + stacked, view) for name, (stacked, view) in drafts.views.items()}
         old = {before + name: before + now for name, now in drafts.old.items()}
         drafting = frozenset(found.keys() | views.keys())
-        return cls(own.targets | found, own.views | views, own.old | old, drafting, own.beneath)
+        return replace(own, targets=own.targets | found, views=own.views | views, old=own.old | old, optional=drafting)
+
+    @property
+    def groups(self) -> tuple[frozenset[str], ...]:
+        """Names of which an update may bring none."""
+        fresh = self.fresh is not None and self.fresh.still
+        return self.optional, self.beneath, self.adapters if fresh else frozenset()
+
+    def whole(self) -> "Places":
+        """Where nothing stands there that an update might leave out, but what drafts."""
+        return replace(self, beneath=frozenset(), fresh=None)
 
     @functools.cached_property
     def passed(self) -> tuple[str, ...]:
@@ -133,6 +156,11 @@ class Places:
         here = {name: tensor for name, tensor in self.targets.items() if not tensor.is_meta}
         views = {name: where for name, where in self.views.items() if where[0] in here}
         return replace(self, targets=here, views=views, spare={})
+
+    def note(self, given: Iterable[str]) -> None:
+        """That an update brings these."""
+        if self.fresh is not None and not self.adapters.isdisjoint(given):
+            self.fresh.still = False
 
     def every(self) -> dict[str, Tensor]:
         """By all names that may be given, single experts' and old ones among them."""
@@ -208,6 +236,7 @@ def plan_update(
         first = plan.setdefault(id(wanted[name]), (name, wanted[name], source))
         if first[2] is not source and not same_bits(first[2].detach(), source.detach()):
             raise ValueError(f"update_weights: {first[0]} and {name} are tied, but hold different values")
+    places.note(given)
     own = places.memory()
     return [(target, _readable(target, source, own)) for _, target, source in plan.values()]
 
@@ -258,6 +287,13 @@ class Update:
     def begun(self) -> bool:
         """Whether anything has been written."""
         return bool(self._written)
+
+    def expect_whole(self) -> None:
+        """Before anything comes: what was there is gone, or torn, and nothing of it may be left out. ValueError where
+        what was announced leaves some out."""
+        self.places = self.places.whole()
+        if self._announced is not None:
+            _check_names(self.places, self._announced)
 
     @torch.no_grad()
     def write(self, bucket: Iterable[tuple[str, Tensor | Piece]], foreign: bool = False) -> None:
@@ -331,6 +367,7 @@ class Update:
     def finish(self) -> None:
         """Raises as `check`."""
         self.check()
+        self.places.note(self._came)
 
     def check(self) -> None:
         """Raises ValueError where something is missing. A tensor without an element has nothing to bring."""
@@ -338,7 +375,7 @@ class Update:
         if cut:
             raise ValueError(f"update_weights: came in part only: {some(cut)}")
         empty = {n for n, t in self.places.targets.items() if not t.numel() and n not in self._parts}
-        empty -= self.places.optional | self.places.beneath
+        empty -= frozenset().union(*self.places.groups)
         if self._announced is None:
             _check_names(self.places, self._came.keys() | empty)
         elif left := self._announced - self._came.keys() - empty:
@@ -382,7 +419,7 @@ def _unrepeated(places: Places, pairs: list[tuple[str, object]]) -> dict[str, ob
 def _check_names(places: Places, given: Set[str]) -> None:
     """ValueError unless they are all that there are."""
     wanted, views = places.targets, places.views
-    for group in (places.optional, places.beneath):
+    for group in places.groups:
         if not given & group:
             wanted, views = ({n: v for n, v in d.items() if n not in group} for d in (wanted, views))
     twice = {name for name in given & views.keys() if views[name][0] in given}
