@@ -13,10 +13,14 @@ use_fused_kernels, entropy_checkpointing, entropy_from_logits_with_chunking and 
 actor.freeze_vision_tower, which verl's own engines do not read, keeps the image encoder as it is. Under Ulysses trained
 weights are those of no Ulysses with +actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients=True.
 
-Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisation-aware training, router replay,
-offload of activations, distillation from top-k, calculate_sum_pi_squared, tiled MLPs, training of MTP's layers, a
-reference policy that computes otherwise than its actor, an override_config of what transformers reads elsewhere, and
-under VeOmni whole_gradients and an override_config that it would not read.
+LoRA (model.lora_rank, lora_alpha, target_modules, exclude_modules, lora_adapter_path) is computed unmerged, by the
+rollout as by the trainer; its reference policy is the actor without adapters. layered_summon changes nothing.
+
+Refused by name: strategies other than fsdp2 and veomni, LoRA under VeOmni, of Megatron's names, of experts' stacked
+weights or merged for the rollout, Liger, quantisation-aware training, router replay, offload of activations,
+distillation from top-k, calculate_sum_pi_squared, tiled MLPs, training of MTP's layers, a reference policy that
+computes otherwise than its actor, an override_config of what transformers reads elsewhere, and under VeOmni
+whole_gradients and an override_config that it would not read.
 """
 
 import copy
@@ -31,7 +35,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import vexact_ops as vx
-from vexact_ops.patch.facts import compute_dtypes
+from vexact_ops.patch.facts import compute_dtypes, without_adapters
 
 from . import check_options, check_overrides, check_versions, declared_options, overridden, wants_whole_gradients
 
@@ -204,6 +208,14 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
         if self.rank == 0:
             _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
         return super()._build_fsdp_module(module)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """For the reference policy: verl's, but that adapters stay parameters to train. PEFT's own turns that off and
+        on again on what a layer has then, of the two of each that FSDP2 has, and where it keeps weights gathered
+        (reshard_after_forward=False) the other one is never trained again."""
+        with without_adapters(self.module):
+            yield
 
     def optimizer_step(self):
         if not self.whole_gradients:

@@ -20,9 +20,15 @@ from ..handover.sender import WeightSender
 from ..handover.shards import ShardedWeightSender
 from ..weights.load import as_dtype
 from .handed import About, Held, Weights, said, taken
+from .lora import rollout_adapter
 from .server import LARGEST_BUCKET, check_trained, engine_options, server_name
 
 _VENDOR, _ACTOR = "vexact", f"{__package__}.actor"
+_OF_STOCK = (
+    "vexact: actor_rollout_ref.model.lora_rank: got adapters of verl's own actor, expected 0: it hands them over apart "
+    "from the weights, or not at all, and its log-probabilities are not the rollout's. Set VERL_ENGINE_VENDOR=vexact "
+    f"and model.external_lib={_ACTOR} for an actor whose are, or model.lora.merge=True for one with others"
+)
 
 
 class ServerAdapter(BaseRollout):
@@ -41,6 +47,7 @@ class ServerAdapter(BaseRollout):
         options = engine_options(self.config)[1]
         self._timeout, self._to_several = options["timeout"], options["shards"] == "replicas"
         check_trained(self.config)
+        self._adapted = rollout_adapter(self.model_config) is not None
         rank = self._rank = int(os.environ["RANK"])
         size = self.config.pipeline_model_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
@@ -79,11 +86,7 @@ class ServerAdapter(BaseRollout):
         if wire_format != "named_tensors":
             raise NotImplementedError(f"vexact: wire_format: got {wire_format!r}, expected named_tensors")
         if kwargs.get("peft_config") is not None:
-            raise NotImplementedError(
-                "vexact: actor_rollout_ref.model.lora_rank: got adapters, expected 0: a rollout computes with whole "
-                "weights alone. verl's own actor merges them (model.lora.merge=True), and its log-probabilities are "
-                "not the rollout's; the vexact actor trains without LoRA"
-            )
+            raise NotImplementedError(_OF_STOCK)
         if isinstance(weights, Weights) and (held := self._held(weights)) is not None:
             await self._update_by_shards(weights, held, global_steps)
             return
@@ -92,6 +95,8 @@ class ServerAdapter(BaseRollout):
             about = await weights.begin() if hasattr(weights, "begin") else getattr(weights, "about", None)
             if about is not None:
                 about.refuse(as_dtype(self.config.dtype, get_device_name()))
+            elif self._adapted:
+                raise NotImplementedError(_OF_STOCK)
             elif os.environ.get("VERL_ENGINE_VENDOR") == _VENDOR and _ACTOR not in sys.modules:
                 raise RuntimeError(
                     f"vexact: actor_rollout_ref.model.external_lib: expected {_ACTOR}, as VERL_ENGINE_VENDOR is "

@@ -68,6 +68,13 @@ def adapter_config(model_config: Any) -> Any | None:
     return LoraConfig(task_type=TaskType.CAUSAL_LM, r=rank, lora_alpha=alpha, bias="none", **given)
 
 
+def rollout_adapter(model_config: Any) -> dict[str, Any] | None:
+    """EngineConfig.adapter of a rollout, whose tensors come with each hand-over; None where there is none, or verl's
+    own actor merges it."""
+    config = None if (model_config.lora or {}).get("merge") else adapter_config(model_config)
+    return None if config is None else {**config.to_dict(), "init_lora_weights": True}
+
+
 def _refuse_config(config: Any, model_config: Any) -> None:
     """Of an adapter that was trained elsewhere, what is no plain LoRA, or draws in training."""
     where = f"lora_adapter_path: {model_config.lora_adapter_path}/adapter_config.json"

@@ -47,11 +47,13 @@ class Adapter:
     where    what messages call it
     config   fields of a LoraConfig that say what is computed
     file     with its tensors; "": there is none, they are zeros until an update brings them
+    dtype    of its tensors; None: what PEFT gives them
     """
 
     where: str
     config: Mapping[str, Any]
     file: str = ""
+    dtype: str | None = None
 
 
 def is_adapter(path: Path) -> bool:
@@ -77,7 +79,7 @@ def base_of(path: Path) -> str:
     return name
 
 
-def read_adapter(given: "str | os.PathLike | Mapping[str, Any]") -> Adapter:
+def read_adapter(given: "str | os.PathLike | Mapping[str, Any]", dtype: str | None = None) -> Adapter:
     """What EngineConfig.adapter names: known to be LoRA that is covered, and its file to be whole.
 
     raises   FileNotFoundError or ValueError that name the file, or the field, what was got and what was expected;
@@ -86,7 +88,7 @@ def read_adapter(given: "str | os.PathLike | Mapping[str, Any]") -> Adapter:
     _peft()
     if isinstance(given, Mapping):
         where = "EngineConfig: adapter"
-        return Adapter(where, _checked(EngineConfig(adapter=given).adapter, where, _FROM_ZERO))
+        return Adapter(where, _checked(EngineConfig(adapter=given).adapter, where, _FROM_ZERO), dtype=dtype)
     name = os.fspath(given)
     path = Path(name).expanduser()
     path = path if path.exists() else adapter_snapshot(name)
@@ -102,7 +104,7 @@ def read_adapter(given: "str | os.PathLike | Mapping[str, Any]") -> Adapter:
         what = f"; other formats are not read: {some(others)}" if others else ""
         raise FileNotFoundError(f"weights: {path}: no {WEIGHTS}{what}")
     headers(file)
-    return Adapter(str(path), found, str(file))
+    return Adapter(str(path), found, str(file), dtype)
 
 
 def _peft() -> Any:
@@ -178,6 +180,9 @@ def put_on(model: nn.Module, adapter: Adapter) -> None:
             base = module.base_layer
             if type(module) is not peft.tuners.lora.layer.Linear or type(base) is not nn.Linear:
                 raise ValueError(f"{_at(adapter)}: {path}: LoRA on a {type(base).__name__}: {_KINDS}")
+    if adapter.dtype is not None:
+        for name, values in _tensors(model).items():
+            _put(model, name, values, values.to(getattr(torch, adapter.dtype)), values.device)
     model.requires_grad_(False)
 
 

@@ -56,7 +56,7 @@ def _found(patch: "Patch", dtypes: dict[str, torch.dtype]) -> Decoder | list:
             return patch.describe()
     except NotDescribed:
         pass
-    with _without_adapters(patch.model):
+    with without_adapters(patch.model):
         hidden = hidden_states(patch.model, patch.base, dtypes)
     try:
         return read(hidden, patch.described_head(), patch.options["kv_segment"])
@@ -76,7 +76,7 @@ def _tower(patch: "Patch", dtypes: dict[str, torch.dtype]) -> list | None:
         made = encode(vision, base, pixels, ((1, side, side),))
         return [made.rows, *made.deepstack]
 
-    with _without_adapters(patch.model):
+    with without_adapters(patch.model):
         return _operations(recorded(patch.model, call, dtypes))
 
 
@@ -115,7 +115,7 @@ def _groups(model: nn.Module) -> Iterable[Any]:
 
 
 @contextlib.contextmanager
-def _without_adapters(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> Iterator[None]:
     """What an engine computes with once they are merged. A layer whose adapter is merged computes so anyway."""
     layers = [m for m in model.modules() if lora.is_peft(m) and "base_layer" in m._modules and not m.merged]
     before = [layer._disable_adapters for layer in layers]
