@@ -11,6 +11,7 @@ from urllib.request import url2pathname
 EXTRAS = {
     "engine": ("transformers", "safetensors", "numpy", "rich", "msgspec"),
     "gguf": ("gguf", "accelerate"),
+    "lora": ("peft",),
     "report": ("matplotlib",),
     "video": ("av",),
     "handover": ("zmq", "msgspec"),
@@ -25,6 +26,8 @@ def check_installed(args: Namespace) -> None:
     wanted = beside.get(args.command, {"engine"})
     if model := getattr(args, "model", None):
         wanted |= {"engine", "gguf"} if model.endswith(".gguf") or model == "smollm2" else {"engine"}
+    if getattr(args, "adapter", None):
+        wanted |= {"lora"}
     if getattr(args, "html", None) or getattr(args, "plot", None):
         wanted |= {"report"}
     missing = {extra: [name for name in EXTRAS[extra] if find_spec(name) is None] for extra in sorted(wanted)}

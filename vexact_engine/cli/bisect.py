@@ -45,6 +45,8 @@ def run_bisect(args) -> int:
     options.expect_with(args, args.config is not None, "--config", "--layers")
     options.check_prompts(args)
     options.check_config(args)
+    if args.config is not None:
+        options.expect_without(args, "--config", "--adapter")
     parsed = [_parse(flag, text) for flag, text in (("STACK_A", args.a), ("STACK_B", args.b))]
     from vexact_ops.patch.hf import check_kv_segment
 

@@ -30,6 +30,7 @@ def add_chat(commands) -> None:
         ),
     )
     chat.add_argument("model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
+    options.adapter(chat)
     options.tokenizer(chat)
     options.where(chat)
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before all (nothing)")

@@ -60,8 +60,15 @@ def model(parser, or_config=False):
     )
     if or_config:
         group.add_argument("--config", metavar="NAME", help="random weights at a known model's sizes: qwen3-8b, ...")
+    adapter(parser)
     tokenizer(parser)
     where(parser)
+
+
+def adapter(parser):
+    parser.add_argument(
+        "--adapter", metavar="DIR|HUB-ID", help="LoRA that the model is computed with, unmerged: PEFT's files (none)"
+    )
 
 
 def tokenizer(parser):
@@ -256,6 +263,7 @@ def engine_of(args) -> dict:
         "latent_attention": args.latent_attention,
         "longrope": args.longrope,
         "speculation": speculation_of(args),
+        "adapter": args.adapter,
     }
 
 
@@ -329,14 +337,15 @@ def visible_device(name: str):
 def load(args, device):
     from ..weights.load import load
 
-    return load(args.model, dtype=args.dtype, device=device, **tokenizer_of(args))
+    return load(args.model, dtype=args.dtype, device=device, adapter=args.adapter, **tokenizer_of(args))
 
 
 def load_in_stages(args, device, config):
     """The same for an engine in several processes."""
     from ..weights.load import load_in_stages
 
-    return load_in_stages(args.model, dtype=args.dtype, device=device, asked=config.parallel, **tokenizer_of(args))
+    chosen = {"adapter": args.adapter, **tokenizer_of(args)}
+    return load_in_stages(args.model, dtype=args.dtype, device=device, asked=config.parallel, **chosen)
 
 
 def tokenizer_of(args) -> dict:

@@ -21,6 +21,7 @@ def add_serve(commands) -> None:
         ),
     )
     serve.add_argument("model", metavar="DIR|GGUF|HUB-ID", help="safetensors directory, GGUF file or Hub name")
+    options.adapter(serve)
     options.tokenizer(serve)
     options.where(serve)
     options.engine(serve)

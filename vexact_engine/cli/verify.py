@@ -101,6 +101,8 @@ def run_verify(args) -> int:
     options.check_config(args)
     random_weights = bool(args.config or args.random_weights)
     options.expect_with(args, random_weights, "--config or --random-weights", "--layers")
+    if random_weights:
+        options.expect_without(args, "random weights", "--adapter")
     from ..config import EngineConfig, SamplingParams
     from ..proof.prompts import read_prompts
     from ..proof.verify import check_warm, verify

@@ -125,8 +125,7 @@ class PipelineWorker:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, backend: str | None = None, draft: Draft | None = None):
         self.model, self._origin, self._device, self._backend = loaded.model, loaded.origin, loaded.device, backend
-        self.config, fresh = config, Fresh() if isinstance(config.adapter, Mapping) else None
-        self.places = Places.of(loaded.model, draft, fresh)
+        self.config, self.places = config, Places.of(loaded.model, draft, Fresh.of(config.adapter))
         self.meanwhile: Callable[[], None] = lambda: None
         self._placement = Placement(config, self._device, loaded.nodes, lambda: self.meanwhile())
         try:
@@ -366,10 +365,7 @@ class PipelineWorker:
             self._check_awake()
         if self.dead:
             self._restart()
-        update = UpdateOfStages(self, specs, staging)
-        if self._lost:
-            update.expect_whole()
-        return update
+        return UpdateOfStages(self, specs, staging, whole=bool(self._lost))
 
     def make_copy(self, device: torch.device | str | None) -> Staging:
         """A second copy of the weights' memory in each stage, of its own layers."""

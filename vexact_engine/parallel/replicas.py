@@ -32,6 +32,7 @@ from ..request import Completion, check_ids, check_name, check_params, fresh, re
 from ..runner import saver
 from ..runner.sleep import TAGS, check_level, named_tags
 from ..text import Text
+from ..weights.directory import base_of, is_adapter
 from ..weights.hub import snapshot
 from ..weights.load import as_dtype
 from ..weights.processors import load_processors
@@ -219,6 +220,7 @@ class Replicas(Frontend):
         )
         if made.images is not None:
             name = os.fspath(path)
+            name = base_of(Path(name)) if is_adapter(Path(name)) else name
             folder = Path(name) if os.path.isdir(name) else snapshot(name)
             made.image_processor, made.video_processor = load_processors(folder, name)
         made.config = replace(made.config, show_progress=None if config is None else config.show_progress)

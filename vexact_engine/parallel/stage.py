@@ -153,6 +153,7 @@ class Stage:
         fill(self.model, names - shards.keys(), origin, device)
         self.handle = vx.patch.hf(self.model, **options)
         numerics = self.handle.numerics(device)  # of the whole weights' shapes
+        self.handle.describe()  # of these too, and kept
         heads_cut = None
         if heads is not None and cuts:
             sizes = whole | shapes(heads)

@@ -30,10 +30,15 @@ class TakenOn:
 
 class UpdateOfStages(Update):
     """All is checked here, against a model without weights, and written there. Where each node has a sender, what they
-    bring is checked node by node: the first one's here, of each other by an Update of its own."""
+    bring is checked node by node: the first one's here, of each other by an Update of its own.
 
-    def __init__(self, worker: "PipelineWorker", specs: Mapping | None, staging: Staging | None):
+    whole   nothing may be left out
+    """
+
+    def __init__(self, worker: "PipelineWorker", specs: Mapping | None, staging: Staging | None, whole: bool = False):
         super().__init__(worker.places, specs)
+        if whole:
+            self.expect_whole()
         self._worker, self._staged, self._specs = worker, staging is not None, specs
         self._others: dict[int, Update] = {}
         if staging is not None:

@@ -111,7 +111,7 @@ class Worker:
             self._memories: Memories | None = None  # of another process, that weights come in
             self._watch, self._missed = Watch(model), ""
             self._revision = self._handle.revision()
-            self._fresh = Fresh() if isinstance(config.adapter, Mapping) else None
+            self._fresh = Fresh.of(config.adapter)
             self._places = Places.of(model, draft, self._fresh)
             self._encoder = Encoder()
             self.longest_first, self.verified = self._runner.longest_first(), self._runner.graphs.verified

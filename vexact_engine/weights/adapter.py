@@ -21,11 +21,11 @@ from ..config import EngineConfig
 from ..extras import pip_line
 from .conversion import FLOATS
 from .cut import Shard
-from .directory import check_kinds, headers, read_object, some
+from .directory import ADAPTER, check_kinds, headers, read_object, some
 from .hub import adapter_snapshot
 from .names import adapter_name
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 # Of a LoraConfig: what says which layers have which numbers, and what says nothing of a forward.
 _USED = (
     "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern",
@@ -44,7 +44,7 @@ _KINDS = "linear layers are what is covered"
 @dataclass(frozen=True)
 class Adapter:
     """
-    where    what messages call it
+    where    what messages begin with
     config   fields of a LoraConfig that say what is computed
     file     with its tensors; "": there is none, they are zeros until an update brings them
     dtype    of its tensors; None: what PEFT gives them
@@ -56,55 +56,37 @@ class Adapter:
     dtype: str | None = None
 
 
-def is_adapter(path: Path) -> bool:
-    """Whether a directory is an adapter's, and no model's."""
-    return (path / CONFIG).is_file() and not (path / "config.json").exists()
-
-
-def base_of(path: Path) -> str:
-    """The model that an adapter's directory is for. ValueError where it names none."""
-    file = path / CONFIG
-    config = read_object(file)
-    name, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if not isinstance(name, str) or not name:
-        raise ValueError(
-            f"weights: {file}: base_model_name_or_path: got {name!r}, expected the model that it is for: give that, "
-            "and this directory as EngineConfig.adapter"
-        )
-    if revision not in (None, "main"):
-        raise ValueError(
-            f"weights: {file}: revision: got {revision!r}, expected none: give the model at that revision, and this "
-            "directory as EngineConfig.adapter"
-        )
-    return name
-
-
-def read_adapter(given: "str | os.PathLike | Mapping[str, Any]", dtype: str | None = None) -> Adapter:
+def read_adapter(given: "str | os.PathLike | Mapping[str, Any]", asked: str = "EngineConfig: adapter") -> Adapter:
     """What EngineConfig.adapter names: known to be LoRA that is covered, and its file to be whole.
 
+    asked    what names it, for messages
     raises   FileNotFoundError or ValueError that name the file, or the field, what was got and what was expected;
              TypeError for a field of a type that none of PEFT's has; ModuleNotFoundError without PEFT
     """
     _peft()
     if isinstance(given, Mapping):
-        where = "EngineConfig: adapter"
-        return Adapter(where, _checked(EngineConfig(adapter=given).adapter, where, _FROM_ZERO), dtype=dtype)
+        return Adapter(asked, _checked(EngineConfig(adapter=given).adapter, asked, _FROM_ZERO))
     name = os.fspath(given)
     path = Path(name).expanduser()
     path = path if path.exists() else adapter_snapshot(name)
     if not path.is_dir():
-        raise ValueError(f"weights: {name}: a file, expected a directory of PEFT's, with {CONFIG} and {WEIGHTS}")
-    check_kinds(path)
-    config, file = path / CONFIG, path / WEIGHTS
+        raise ValueError(f"{asked}: {name}: a file, expected a directory of PEFT's, with {ADAPTER} and {WEIGHTS}")
+    config, file = path / ADAPTER, path / WEIGHTS
     if not config.is_file():
-        raise FileNotFoundError(f"weights: {path}: no {CONFIG}, expected a directory of PEFT's, with {WEIGHTS} too")
-    found = _checked(read_object(config), f"weights: {config}", _BASE_STAYS)
+        raise FileNotFoundError(f"{asked}: {path}: no {ADAPTER}, expected a directory of PEFT's, with {WEIGHTS} too")
+    try:
+        check_kinds(path)
+        read = read_object(config)
+        if file.is_file():
+            headers(file)
+    except ValueError as error:  # of a model's directory they say the same
+        raise ValueError(f"{asked}: {str(error).removeprefix('weights: ')}") from error
+    found = _checked(read, f"{asked}: {config}", _BASE_STAYS)
     if not file.is_file():
         others = sorted(other.name for other in path.glob("adapter_model.*"))
         what = f"; other formats are not read: {some(others)}" if others else ""
-        raise FileNotFoundError(f"weights: {path}: no {WEIGHTS}{what}")
-    headers(file)
-    return Adapter(str(path), found, str(file), dtype)
+        raise FileNotFoundError(f"{asked}: {path}: no {WEIGHTS}{what}")
+    return Adapter(f"{asked}: {path}", found, str(file))
 
 
 def _peft() -> Any:
@@ -167,19 +149,19 @@ def put_on(model: nn.Module, adapter: Adapter) -> None:
         paths = [f".{path}" for path, _ in model.named_modules()]
         if unknown := [name for name in asked if not any(path.endswith(f".{name}") for path in paths)]:
             raise ValueError(
-                f"{_at(adapter)}: target_modules: got {some(unknown)}, expected modules of the {type(model).__name__}"
+                f"{adapter.where}: target_modules: got {some(unknown)}, expected modules of the {type(model).__name__}"
             )
     try:
         config = peft.LoraConfig(**adapter.config)
         peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     except Exception as error:  # of whatever PEFT finds in names, expressions and patterns
         what = " ".join(str(error).split())
-        raise ValueError(f"{_at(adapter)}: PEFT cannot put it on a {type(model).__name__}: {what}") from error
+        raise ValueError(f"{adapter.where}: PEFT cannot put it on a {type(model).__name__}: {what}") from error
     for path, module in model.named_modules():
         if lora.is_peft(module) and "base_layer" in module._modules:
             base = module.base_layer
             if type(module) is not peft.tuners.lora.layer.Linear or type(base) is not nn.Linear:
-                raise ValueError(f"{_at(adapter)}: {path}: LoRA on a {type(base).__name__}: {_KINDS}")
+                raise ValueError(f"{adapter.where}: {path}: LoRA on a {type(base).__name__}: {_KINDS}")
     if adapter.dtype is not None:
         for name, values in _tensors(model).items():
             _put(model, name, values, values.to(getattr(torch, adapter.dtype)), values.device)
@@ -222,7 +204,8 @@ def _fit(adapter: Adapter, wanted: Mapping[str, Tensor]) -> dict[str, str]:
         if name is None:
             unknown.append(given)
         elif name in where:
-            raise ValueError(f"weights: {path}: {where[name]} and {given} are both {name}: which one counts?")
+            both = f"{where[name]} and {given} are both {name}"
+            raise ValueError(f"{adapter.where}: {path.name}: {both}: which one counts?")
         else:
             where[name] = given
     for name, given in where.items():
@@ -235,7 +218,7 @@ def _fit(adapter: Adapter, wanted: Mapping[str, Tensor]) -> dict[str, str]:
     said += [f"no adapters of the model: {some(unknown)}"] if unknown else []
     said += [some(wrong)] if wrong else []
     if said:
-        raise ValueError(f"weights: {path} does not fit what {CONFIG} puts on the model: {'; '.join(said)}")
+        raise ValueError(f"{adapter.where}: {path.name} does not fit what {ADAPTER} says: {'; '.join(said)}")
     return where
 
 
@@ -247,7 +230,3 @@ def _put(model: nn.Module, name: str, values: Tensor, like: Tensor, device: torc
     owner, _, leaf = name.rpartition(".")
     made = nn.Parameter(values.to(device, like.dtype), requires_grad=False)
     model.get_submodule(owner)._parameters[leaf] = made
-
-
-def _at(adapter: Adapter) -> str:
-    return f"weights: {Path(adapter.where) / CONFIG}" if adapter.file else adapter.where

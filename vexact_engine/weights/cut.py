@@ -161,8 +161,8 @@ class _Cutter:
         """Of its outputs these."""
         base = linear.rows[0] if linear.rows else 0
         own = [(base + begin, base + end) for begin, end in ranges]
-        for name in (linear.weight, linear.bias):
-            self.keep(name, own)
+        for name in (linear.weight, linear.bias, *(adapter.up for adapter in linear.adapters)):
+            self.keep(name, own)  # of an adapter's two products the first is small, and whole on every rank
         features = sum(end - begin for begin, end in own)
         if linear.rows is None:
             return replace(linear, features=features)

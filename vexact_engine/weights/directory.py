@@ -21,6 +21,7 @@ from .mxfp4 import is_mxfp4
 
 log = logging.getLogger(__name__)
 
+ADAPTER = "adapter_config.json"  # PEFT's
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ONE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -59,7 +60,7 @@ def read_directory(path: "str | os.PathLike") -> Directory:
     """
     path = Path(path)
     check_kinds(path)
-    adapter, config_file = path / "adapter_config.json", path / "config.json"
+    adapter, config_file = path / ADAPTER, path / "config.json"
     if adapter.exists():
         raise ValueError(
             f"weights: {adapter}: an adapter beside the weights, or of an adapter: which one counts? Put it, with its "
@@ -85,6 +86,29 @@ def read_directory(path: "str | os.PathLike") -> Directory:
     _check_experts(path, tensors)
     _check_layers(config_file, config, len(tensors))
     return Directory(path, config, files, tensors)
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory is an adapter's, and no model's."""
+    return (path / ADAPTER).is_file() and not (path / "config.json").exists()
+
+
+def base_of(path: Path) -> str:
+    """The model that an adapter's directory is for. ValueError where it names none."""
+    file = path / ADAPTER
+    config = read_object(file)
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"weights: {file}: base_model_name_or_path: got {name!r}, expected the model that it is for: give that, "
+            "and this directory as EngineConfig.adapter"
+        )
+    if revision not in (None, "main"):
+        raise ValueError(
+            f"weights: {file}: revision: got {revision!r}, expected none: give the model at that revision, and this "
+            "directory as EngineConfig.adapter"
+        )
+    return name
 
 
 def check_kinds(path: Path) -> None:

@@ -17,16 +17,16 @@ import torch
 
 from vexact_ops.patch import WITH_IMAGES, kept_in_fp32, lora, score_head
 
-from .adapter import Adapter, base_of, fill_adapters, is_adapter, put_on, read_adapter
+from .adapter import Adapter, fill_adapters, put_on, read_adapter
 from .config import auto_class, explain, quiet, read_config
 from .conversion import fit
-from .directory import read_directory, some
+from .directory import base_of, is_adapter, read_directory, some
 from .generation import tell_unread
 from .gguf import check_file, check_gguf, read_once
 from .hub import snapshot
 from .mxfp4 import is_mxfp4
 from .processors import NONE, Processors, load_processors
-from .tokenizer import FILES, load_tokenizer
+from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from .partial import Origin
@@ -118,7 +118,9 @@ def load(
             with meanwhile(model, torch.device(device)) if meanwhile else nullcontext():
                 model = model.to(device)
                 model.requires_grad_(False)
-                tokenizer = load_tokenizer(_of_words(name, path), tokenizer, trust_remote_code=trust_remote_code)
+                tokenizer = load_tokenizer(
+                    path if base == name else name, tokenizer, trust_remote_code=trust_remote_code
+                )
         if model.config.model_type in WITH_IMAGES:
             processors = load_processors(path, name)
     if tokenizer is False or isinstance(tokenizer, str | os.PathLike):
@@ -162,7 +164,7 @@ def load_in_stages(
             f"weights: {asked}: got {what}, expected a model directory with config.json and safetensors: each process "
             "reads its own layers, or rows, from it"
         )
-    found = load_tokenizer(_of_words(name, path), tokenizer, trust_remote_code=trust_remote_code)
+    found = load_tokenizer(path if base == name else name, tokenizer, trust_remote_code=trust_remote_code)
     with quiet():
         try:
             origin = settled(Origin(str(path), kind, images=images, adapter=chosen))
@@ -263,14 +265,10 @@ def _with_adapter(
                 f"EngineConfig: adapter: got one beside {name}, which is an adapter itself, expected None: one adapter "
                 "is computed with"
             )
-        return base_of(path), read_adapter(path, dtype)
-    return name, None if given is None else read_adapter(given, dtype)
-
-
-def _of_words(name: str, path: Path) -> Path:
-    """Where the tokenizer is: beside an adapter that brings one, or beside the weights."""
-    own = Path(name).expanduser()
-    return own if is_adapter(own) and any((own / file).exists() for file in FILES) else path
+        name, found = base_of(path), read_adapter(path, "weights")
+    else:
+        found = None if given is None else read_adapter(given)
+    return name, None if found is None else replace(found, dtype=dtype)
 
 
 def _found(name: str) -> Path:

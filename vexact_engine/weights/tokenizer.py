@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import explain, quiet
-from .directory import check_kinds
+from .directory import base_of, check_kinds, is_adapter
 from .hub import snapshot
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def _beside(name: str, trust: bool) -> Any:
     if len(ggufs) == 1 and not (path / "config.json").exists():
         return _of_gguf(ggufs[0], trust)
     if not any((path / file).exists() for file in FILES):
-        return None
+        return _beside(base_of(path), trust) if is_adapter(path) else None
     if not trust and (code := _own_code(path)):
         log.warning(
             "weights: %s: its tokenizer is Python of its own (%s), which does not run unasked: without a tokenizer "

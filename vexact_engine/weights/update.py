@@ -97,6 +97,11 @@ class Fresh:
 
     still = True
 
+    @classmethod
+    def of(cls, adapter: object) -> "Fresh | None":
+        """Of EngineConfig.adapter: None where no adapters are, or some that have values."""
+        return cls() if isinstance(adapter, Mapping) else None
+
 
 @dataclass(frozen=True)
 class Places:
