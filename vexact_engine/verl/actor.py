@@ -204,7 +204,13 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module):
         options = _patch_options(self.model_config)
         options["sequence_parallel"] = self.ulysses_parallel_group
-        self.aligned = vx.patch.hf(module, **options, whole_gradients=self.whole_gradients)
+        try:
+            self.aligned = vx.patch.hf(module, **options, whole_gradients=self.whole_gradients)
+        except vx.patch.UnsupportedModule as error:
+            if "LoRA" not in str(error):
+                raise
+            given = self.model_config.target_modules
+            raise vx.patch.UnsupportedModule(f"model.target_modules: got {given}: {error}") from error
         if self.rank == 0:
             _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
         return super()._build_fsdp_module(module)
