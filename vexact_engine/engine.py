@@ -123,7 +123,8 @@ class Engine(Frontend):
         images: bool = True,
         nodes: Sequence[Any] | None = None,
     ) -> "Engine":
-        """An engine for a model directory, a GGUF file, a model on the Hub, or a loaded Hugging Face model.
+        """An engine for a model directory, a GGUF file, a model on the Hub, a directory of a LoRA adapter, which names
+        its model, or a loaded Hugging Face model.
 
         path_or_model   see weights.load.load. A loaded model is taken over: patched, run in place, and its weights
                         owned until close(); a second engine on it is refused. With pipeline_parallel_size or
@@ -305,9 +306,11 @@ class Engine(Frontend):
 
         named_tensors   all of the model's state_dict() under Hugging Face names (of tied ones, one is enough), in the
                         model's shape and dtype, on any device: buffers that named_parameters() leaves out too, for a
-                        trainer may have changed them. Those of a model that drafts, with "draft." before their names,
-                        or of the checkpoint's own heads come too, all or none. Without `specs` an iterator is read to
-                        its end first, so that all tensors lie in memory at once
+                        trainer may have changed them. With LoRA under PEFT's names or the base model's; the adapters
+                        may come alone, and the base alone where EngineConfig.adapter is a configuration of which none
+                        has come yet: nothing is mixed from two steps. Those of a model that drafts, with "draft."
+                        before their names, or of the checkpoint's own heads come too, all or none. Without `specs` an
+                        iterator is read to its end first, so that all tensors lie in memory at once
         numerics        of the trainer's patch, handle.numerics(): refused, field by field, where it differs from this
                         engine's, for then log-probabilities may. Of a trainer without one vexact_ops.numerics(), with
                         its options; weights of a model patched in this process bring its numbers with them. Of

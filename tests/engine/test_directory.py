@@ -370,7 +370,7 @@ def test_a_head_of_its_own_is_not_tied(tmp_path):
 @pytest.mark.parametrize(
     "break_it, message",
     [
-        (adapter, r"adapter_config.json: a directory beside the weights; adapters are not read: merge it"),
+        (adapter, r"adapter_config.json: an adapter beside the weights: does it count\?"),
         (quantised, r"config.json: quantization_config: the weights are quantised"),
         (lambda p: edit(p, quantization_config={}), r"config.json: quantization_config: the weights are quantised"),
         (lambda p: edit(p, text_config={"dtype": "auto"}), r"config.json: text_config: dtype: got 'auto', expected a "),

@@ -211,7 +211,7 @@ def test_a_name_on_the_hub_is_a_directory_like_any_other(tmp_path, monkeypatch):
     staged = load_in_stages("some/model", device="cpu")
     assert staged.name == "some/model" and Path(staged.origin.source).resolve() == place.resolve()
     adapter(place)
-    with pytest.raises(ValueError, match="adapters are not read"):
+    with pytest.raises(ValueError, match="an adapter beside the weights"):
         load("some/model", device="cpu")
     with pytest.raises(FileNotFoundError, match=r"'some/other': no such file .*, nor is it in the Hub's cache"):
         load("some/other", device="cpu")

@@ -61,10 +61,10 @@ def read_directory(path: "str | os.PathLike") -> Directory:
     path = Path(path)
     check_kinds(path)
     adapter, config_file = path / ADAPTER, path / "config.json"
-    if adapter.exists():
+    if adapter.exists() and config_file.is_file():
         raise ValueError(
-            f"weights: {adapter}: an adapter beside the weights, or of an adapter: which one counts? Put it, with its "
-            "weights, into a directory of its own, and give that as EngineConfig.adapter"
+            f"weights: {adapter}: an adapter beside the weights: does it count? Put its files into a directory of its "
+            "own, and give that as EngineConfig.adapter, or take them out"
         )
     if not config_file.is_file():
         raise FileNotFoundError(f"weights: {path}: no config.json, expected a Hugging Face model directory")

@@ -59,7 +59,12 @@ def hint(unknown: Iterable[str], known: Set[str]) -> str:
     """What names that a model does not have are, and what to do: "" where they are none of a wrapper's."""
     unknown = list(unknown)
     if any(part in name for name in unknown for part in _LORA):
-        return "names of peft's adapters: merge them first (merge_and_unload()), and give what that returns"
+        if any(part in name for name in known for part in _LORA):
+            return "names of peft's adapters that the model has none of"
+        return (
+            "names of peft's adapters: merge them first (merge_and_unload()), and give what that returns; an engine "
+            "computes with them where EngineConfig.adapter says so"
+        )
     for name in unknown:
         found = {part for part in WRAPPERS if name.startswith(part) or f".{part}" in name}
         bare = name
