@@ -37,9 +37,12 @@ def hand_over(
 
     from vexact_engine.handover.receiver import WeightReceiver
     from vexact_engine.verl.adapter import ServerAdapter
+    from vexact_engine.verl.lora import refuse_scales
+    from vexact_ops.patch.lora import scales
 
     receiver = WeightReceiver(engine)
-    methods = {"get_weights_address": lambda node: receiver.address, "receive_weights": receiver.receive}
+    methods = {"check_scales": lambda told: refuse_scales(told, scales(engine.model))}
+    methods |= {"get_weights_address": lambda node: receiver.address, "receive_weights": receiver.receive}
     server = _Actor(**methods, set_global_steps=named)
 
     class Adapter(ServerAdapter):
@@ -104,6 +107,8 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
     from vexact_engine import Engine, EngineConfig
     from vexact_engine.handover.receiver import WeightReceiver
     from vexact_engine.verl import adapter as module
+    from vexact_engine.verl.lora import refuse_scales
+    from vexact_ops.patch.lora import scales
 
     leads, steps, there, group = rank % job.replica == 0, [], [True], job.group or job.replica
     last = rank % group == group - job.replica  # leads the group's last replica
@@ -123,6 +128,7 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
             def _server(self):
                 assert leads
                 return _Actor(
+                    check_scales=lambda told: refuse_scales(told, scales(engine.model)),
                     get_weights_address=address,
                     receive_weights=receiver.receive,
                     set_global_steps=lambda step: steps.append((step, engine.weight_version)),

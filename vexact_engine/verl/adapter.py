@@ -103,7 +103,7 @@ class ServerAdapter(BaseRollout):
                     f"{_VENDOR}: without it verl has taken its own actor, whose log-probabilities are not the rollout's"
                 )
             if self._sends:
-                server = self._server()
+                server = await self._server_for(about)
                 sender = self._sender_to(await server.get_weights_address.remote(self._node), about)
                 received = server.receive_weights.remote() if self.is_leader_rank else None
                 await sender.asend(items)
@@ -138,7 +138,7 @@ class ServerAdapter(BaseRollout):
         try:
             weights.about.refuse(as_dtype(self.config.dtype, get_device_name()))
             if self.is_leader_rank:
-                server = self._server()
+                server = await self._server_for(weights.about)
                 address = await server.get_weights_address.remote(self._node)
         except BaseException as error:  # the others wait to hear of it
             wrong = error
@@ -156,6 +156,13 @@ class ServerAdapter(BaseRollout):
     def _server(self) -> "ray.actor.ActorHandle":
         """Servers start after the trainers, and one that has died may have a successor."""
         return ray.get_actor(server_name(self.replica_rank))
+
+    async def _server_for(self, about: About | None) -> "ray.actor.ActorHandle":
+        """ValueError where it multiplies adapters by other numbers than the trainer."""
+        server = self._server()
+        if about is not None and about.scales:
+            await server.check_scales.remote(about.scales)
+        return server
 
     def _sender_to(self, address: str, about: About | None = None) -> WeightSender:
         if about is None:

@@ -7,10 +7,21 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-_WRAPPED = "base_model.model."  # PEFT's, before each name
+from vexact_ops.patch.lora import WRAPPED
+
 _ADAPTER = re.compile(r"\.(lora_[AB])\.default\.")  # the one that verl makes
 _MODEL = "actor_rollout_ref.model"
 T = TypeVar("T")
+
+
+def refuse_scales(trainer: Mapping[str, list[float]], rollout: Mapping[str, list[float]]) -> None:
+    """raises ValueError where a layer's adapter is multiplied by another number than the trainer's"""
+    for name, scale in trainer.items():
+        if scale != (other := rollout.get(name, [])):
+            raise ValueError(
+                f"vexact: {_MODEL}.lora_alpha, lora_rank or lora_adapter_path: {name}: the trainer multiplies its "
+                f"adapter by {scale}, the rollout by {other}: their log-probabilities would differ"
+            )
 
 
 def refuse_adapters(model_config: Any, strategy: str) -> None:
@@ -96,10 +107,10 @@ def adapted_names(named: Mapping[str, T], model: nn.Module) -> dict[str, T]:
 
     found = {}
     for name, value in named.items():
-        bare = name.removeprefix(_WRAPPED).replace(".base_layer.", ".")
+        bare = name.removeprefix(WRAPPED).replace(".base_layer.", ".")
         (name,) = convert_weight_keys({bare: None}, model)
         if bare != (own := _ADAPTER.sub(r".\1.", bare)):
             (name,) = convert_weight_keys({own: None}, model)
-            name = _WRAPPED + name
+            name = WRAPPED + name
         found[name] = value
     return found

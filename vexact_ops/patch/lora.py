@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .pieces import NotCovered, agree, random, run_stock, small_linear, twin
 
+WRAPPED = "base_model.model."  # before the names of a model in its wrapper
 SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"  # of PEFT's layers
 
 
@@ -50,6 +51,12 @@ def switches(model: nn.Module) -> list[str]:
     """Of each layer, which adapters are active, merged or disabled, and their scalings."""
     layers = (vars(module) for module in model.modules() if is_peft(module) and _base_layer(module) is not None)
     return [repr([own.get(name) for name in SWITCHES]) for own in layers]
+
+
+def scales(model: nn.Module) -> dict[str, list[float]]:
+    """What each layer's active adapters are multiplied by, by the layer's name in the model that PEFT has wrapped."""
+    layers = ((path, m) for path, m in model.named_modules() if is_peft(m) and _base_layer(m) is not None)
+    return {path.removeprefix(WRAPPED): [m.scaling[name] for name in m.active_adapters] for path, m in layers}
 
 
 def is_saved(module: nn.Module) -> bool:
