@@ -153,6 +153,7 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
         given["actor_rollout_ref.model.lora_rank"] = case.lora
         given["actor_rollout_ref.model.lora_alpha"] = 2 * case.lora
         given[f"{actor}.use_kl_loss"] = True
+        given["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"] = 2
     if case.whole:  # answers are the same in every run too, and in the same order
         given |= {
             "+actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients": True,
