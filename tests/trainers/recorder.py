@@ -3,7 +3,8 @@
 `steps.jsonl` has, for each batch that was trained on, its samples with the log-probabilities of the rollout and those
 that the trainer computed for it again, and `references.jsonl` those of a reference policy; `training.<pid>.jsonl` those
 of the training forward itself, which the policy loss "recorded" sees (named by actor.policy_loss.loss_mode; for the
-rest it is verl's vanilla); `updates.<pid>.jsonl` by what a rank has sent each of its updates. None changes a thing.
+rest it is verl's vanilla); `updates.<pid>.jsonl` by what a rank has sent each of its updates, `adapters.<pid>.jsonl`
+which of them were of adapters alone. None changes a thing.
 A synchronous trainer looks ten times a second whether its samples are there, instead of every two seconds.
 
 As a program it is verl's `python -m verl.trainer.main_ppo` with the former: python -m trainers.recorder OVERRIDES
@@ -39,8 +40,9 @@ def recorded(old_log_prob, log_prob, advantages, response_mask, *args, **kwargs)
 
 def record_updates() -> None:
     from vexact_engine.verl.adapter import ServerAdapter
+    from vexact_engine.verl.handed import Weights
 
-    update = ServerAdapter.update_weights
+    update, alone = ServerAdapter.update_weights, Weights.adapters
     if hasattr(update, "__wrapped__"):
         return
 
@@ -51,6 +53,13 @@ def record_updates() -> None:
         write(f"updates.{os.getpid()}.jsonl", sent)
 
     ServerAdapter.update_weights = recording
+
+    @functools.wraps(alone)
+    def recording_adapters(self):
+        write(f"adapters.{os.getpid()}.jsonl", {"rank": int(os.environ["RANK"])})
+        return alone(self)
+
+    Weights.adapters = recording_adapters
 
 
 FIELDS = "prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "rm_scores"

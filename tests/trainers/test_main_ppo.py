@@ -35,8 +35,9 @@ KEPT = Case("deepseek_v3", ranks=1, rewards="apart", overrides=(*REPEATED, "trai
 # One rollout of both ranks, instead of one of each; and of each, to which both send what they hold.
 TOGETHER = Case("qwen3_5_moe", replica=2)
 SHARED = ("+actor_rollout_ref.rollout.engine_kwargs.vexact.shards=replicas",)
-# Adapters, of which each rank sends what it holds; the weights of each step are kept.
-LORA = Case("qwen3", lora=4, overrides=(*SHARED, "trainer.save_freq=1"))
+# Adapters, of which each rank sends what it holds, alone where rollouts keep their base; each step's are kept.
+AWAKE = ("actor_rollout_ref.rollout.free_cache_engine=False",)
+LORA = Case("qwen3", lora=4, overrides=(*SHARED, *AWAKE, "trainer.save_freq=1"))
 # Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
 # under both, and a README's command (test_recipes) runs the dense one.
 IN_CI = [
@@ -181,6 +182,8 @@ def test_adapters_alone_are_trained_and_the_reference_is_the_model_without_them(
             elif ".lora_B." in name:
                 assert tensor.any(), f"{name} after step {number + 1}"
                 assert not number or not torch.equal(tensor, steps[number - 1][name])
+    alone = [line["rank"] for path in ran.folder.glob("adapters.*.jsonl") for line in lines(path)]
+    assert sorted(alone) == [0] * case.steps + [1] * case.steps, "all but the first of each rank's updates"
     losses = [metrics["actor/kl_loss"] for metrics in ran.metrics]
     assert losses[0] == 0.0 and all(loss > 0 for loss in losses[1:])
     references = lines(ran.folder / "references.jsonl")

@@ -130,6 +130,7 @@ def check_group(found, first, path, wanted):
     for each in seen:
         assert of(each, "taken") == of(each, "gathers") == [0] * 7, "a collective that is not needed"
         assert of(each, "sender") == ["ShardedWeightSender"] * 7 and of(each, "kept") == KEPT
+        assert of(each, "alone") == [False] * 6 + [bool(wanted.model_config)], "adapters without their base"
     errors = [list(step) for step in zip(*(of(each, "error") for each in seen))]
     assert [any(step) for step in errors] == [False, True, True, False, False, True, False]
     faulty, last = len(seen) - 1, (replicas - 1) * wanted.replica

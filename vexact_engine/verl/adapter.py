@@ -1,5 +1,6 @@
 """The trainer's end of the rollout: in each rank of a hybrid trainer, or in each of verl's CheckpointEngineWorkers."""
 
+import logging
 import os
 import sys
 from typing import Any
@@ -24,6 +25,7 @@ from .lora import rollout_adapter
 from .server import LARGEST_BUCKET, check_trained, engine_options, server_name
 
 _VENDOR, _ACTOR = "vexact", f"{__package__}.actor"
+_LOG = logging.getLogger(__name__)
 _OF_STOCK = (
     "vexact: actor_rollout_ref.model.lora_rank: got adapters of verl's own actor, expected 0: it hands them over apart "
     "from the weights, or not at all, and its log-probabilities are not the rollout's. Set VERL_ENGINE_VENDOR=vexact "
@@ -69,7 +71,8 @@ class ServerAdapter(BaseRollout):
     async def update_weights(
         self, weights, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs
     ) -> None:
-        """All weights, to the replica's part on this node. Every rank takes every item, whatever fails: each is a
+        """All weights, to the replica's part on this node; of LoRA's the adapters alone where all replicas have the
+        base still, as they do without rollout.free_cache_engine. Every rank takes every item, whatever fails: each is a
         collective; or, where each sends what it holds, no rank takes any, and what fails on one, or at one of their
         replicas, is raised on all.
 
@@ -87,6 +90,8 @@ class ServerAdapter(BaseRollout):
             raise NotImplementedError(f"vexact: wire_format: got {wire_format!r}, expected named_tensors")
         if kwargs.get("peft_config") is not None:
             raise NotImplementedError(_OF_STOCK)
+        if isinstance(weights, Weights) and weights.about.scales and await self._have_base():
+            weights = weights.adapters()
         if isinstance(weights, Weights) and (held := self._held(weights)) is not None:
             await self._update_by_shards(weights, held, global_steps)
             return
@@ -117,6 +122,19 @@ class ServerAdapter(BaseRollout):
     async def _received(self, server: "ray.actor.ActorHandle", received, global_steps: int | None) -> None:
         await received
         await server.set_global_steps.remote(global_steps)
+
+    async def _have_base(self) -> bool:
+        """Whether all replicas have what a trainer's adapters are of, from an update before; the same on all ranks."""
+        own = True
+        if self.is_leader_rank:
+            try:
+                own = await self._server().has_base.remote()
+            except Exception as error:  # it is raised where something is sent to that server
+                _LOG.debug("vexact: replica %d: %s", self.replica_rank, error)
+                own = False
+        found: list = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        return all(found)
 
     def _held(self, weights: Weights) -> Held | None:
         """What this rank can send of all weights, where the ranks of one replica, or of as few as can be where they may

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import vexact_ops as vx
+from vexact_ops.patch.lora import WRAPPED
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
@@ -92,6 +93,11 @@ class Weights:
             return None
         of_one = {name: _of_a_copy(tensor, copy) for name, tensor in cut.items()}
         return Held(copy.get_group(), {**self._held, **of_one})
+
+    def adapters(self) -> "Weights":
+        """Of LoRA's adapters alone, for rollouts that have the base that they are of."""
+        held = {name: tensor for name, tensor in self._held.items() if name.startswith(WRAPPED)}
+        return Weights(iter(()), self._computes, self.about, self.of, held)
 
     def shards(self, held: "Held", device: torch.device | int | str) -> Iterator[tuple[str, Tensor]]:
         """In the place of the iterator, of which no rank takes an item then: (name, tensor) pairs rounded likewise,

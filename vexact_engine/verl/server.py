@@ -236,6 +236,7 @@ class Server:
         self._calls_of: LRUCache[bytes, int] = LRUCache(1 << 18)
         self._broken_off: LRUCache[bytes, list[int]] = LRUCache(1 << 16)
         self._receiving: asyncio.Future | None = None
+        self._has_base = False
         tool = (profiler := self.config.profiler) and (profiler.tool_config or {}).get(profiler.tool)
         ranks, tool = self.options.processes, tool and omega_conf_to_dataclass(tool)
         self._profiler = build_rollout_dist_profiler(replica_rank, ranks, config=profiler, tool_config=tool)
@@ -452,6 +453,7 @@ class Server:
     async def sleep(self) -> None:
         """Hybrid: weights are dropped, an update brings them. Colocated: they wait in host memory."""
         if self.config.free_cache_engine and self.rollout_mode != RolloutMode.STANDALONE:
+            self._has_base = False
             await asyncio.to_thread(self.engine.sleep, 2 if self.rollout_mode == RolloutMode.HYBRID else 1)
 
     async def clear_kv_cache(self) -> None:
@@ -479,8 +481,15 @@ class Server:
         """Takes one whole set, on each node, and returns the engine's new weight_version. A call while another waits
         for a sender joins it: whoever made that may be dead."""
         if self._receiving is None or self._receiving.done():
+            self._has_base = False  # whatever comes of it
             self._receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, self.handover["timeout"]))
-        return await asyncio.shield(self._receiving)
+        version = await asyncio.shield(self._receiving)
+        self._has_base = True
+        return version
+
+    async def has_base(self) -> bool:
+        """Whether the last update succeeded, and its weights are there still."""
+        return self._has_base
 
     async def set_global_steps(self, global_steps: int | None) -> None:
         """What the weights that are there now are called; None: as those before, which have come once more."""
