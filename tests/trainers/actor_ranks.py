@@ -251,7 +251,8 @@ def do(job: Job) -> Result:
         return {name: [row.clone() for row in value.unbind()] for name, value in found.items()}
 
     adapted = job.model_config.get("lora_rank", 0) > 0
-    base = [inferred(False)["log_probs"]] if adapted else []  # before all else: as it is then, adapters are to train
+    about = engine.get_per_tensor_param()[0].about if adapted else None  # before all else, as verl hands over
+    base = [inferred(False)["log_probs"]] if adapted else []
     first = inferred()
     if reference is not None:
         with reference.eval_mode():
@@ -291,6 +292,7 @@ def do(job: Job) -> Result:
         train()
     after = inferred()["log_probs"] if job.steps else []
     base += [inferred(False)["log_probs"]] if adapted else []
+    assert about is None or about == engine.get_per_tensor_param()[0].about
     weights = {}
     for name, tensor in engine.get_per_tensor_param()[0]:
         if rank == 0:  # the others take part in making it whole

@@ -29,7 +29,8 @@ _LOG = logging.getLogger(__name__)
 _OF_STOCK = (
     "vexact: actor_rollout_ref.model.lora_rank: got adapters of verl's own actor, expected 0: it hands them over apart "
     "from the weights, or not at all, and its log-probabilities are not the rollout's. Set VERL_ENGINE_VENDOR=vexact "
-    f"and model.external_lib={_ACTOR} for an actor whose are, or model.lora.merge=True for one with others"
+    f"and model.external_lib={_ACTOR} for an actor whose are (and rollout.checkpoint_engine.backend=vexact where "
+    "replicas are on GPUs of their own), or model.lora.merge=True for one with others"
 )
 
 

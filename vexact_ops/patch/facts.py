@@ -36,7 +36,7 @@ def facts(patch: "Patch", rounded: bool = False) -> dict[str, Any]:
     rounded  of weights that are handed over in the dtypes of the forward: where a router computes in fp32 of a weight
              that the forward has in a narrower dtype, whoever takes it may hold it in either
     """
-    dtypes = compute_dtypes(patch.model)
+    dtypes = compute_dtypes(patch.model, patch.wrapper)
     key = patch.builds, tuple(dtypes.items())
     if patch.facts is None or patch.facts[0] != key:
         patch.facts = key, _found(patch, dtypes), _tower(patch, dtypes)
@@ -85,10 +85,10 @@ def _counts(patch: "Patch") -> dict[str, Any]:
     return {name: getattr(patch.vision, name) for name in names}
 
 
-def compute_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Of every parameter, by name: its own, or what FSDP2's mixed precision casts it to."""
+def compute_dtypes(model: nn.Module, wrapper: nn.Module | None = None) -> dict[str, torch.dtype]:
+    """Of every parameter, by name: its own, or what FSDP2's mixed precision casts it to, that of a wrapper too."""
     cast: dict[tuple[int, str], torch.dtype] = {}
-    for group in _groups(model):
+    for group in _groups(model if wrapper is None else wrapper):
         for sharded in group.fsdp_params:
             info, dtype = sharded._module_info, sharded.sharded_param.dtype
             dtype = group.mp_policy.param_dtype or dtype if dtype.is_floating_point else dtype
