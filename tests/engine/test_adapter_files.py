@@ -2,7 +2,10 @@
 the model that PEFT itself makes of them; whatever is not used, not there, or computed otherwise is refused by name."""
 
 import json
+import re
+import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +17,11 @@ from test_cli import run as command
 from test_decoder import model_of, run, sequences
 
 import vexact_ops as vx
-from vexact_engine import Engine, EngineConfig, WeightsMissing
+from vexact_engine import Engine, EngineConfig, Speculation, WeightsMissing
+from vexact_engine.proof import stock
 from vexact_engine.runner.forward import forward
 from vexact_engine.weights.load import load
+from vexact_engine.weights.update import plan_update
 from vexact_ops.testing import assert_bitwise
 
 peft = pytest.importorskip("peft")
@@ -90,6 +95,7 @@ def test_files_have_the_bits_of_what_peft_makes_of_them(name, tmp_path):
         expected, numerics = ask(engine), engine.numerics()
     with started(tmp_path / "base", tmp_path / "adapter") as engine:
         assert ask(engine) == expected and engine.numerics() == numerics and engine.path == "fused"
+        assert numerics["model"]["adapters"]["q_proj" if name != "deepseek_v3" else "kv_b_proj"] in ("1.5", "3.0")
 
 
 def test_a_directory_of_an_adapter_is_its_model_with_it(saved):
@@ -146,8 +152,19 @@ def test_tensors_come_by_updates_under_the_names_that_there_are(saved):
         assert ask(engine) == plain
         update(state)
         assert ask(engine) == expected
+        other = numerics | {"model": numerics["model"] | {"adapters": {"q_proj": "2.0"}}}
+        with pytest.raises(ValueError, match=r"model.adapters.q_proj: got '2.0', expected '1.5'"):
+            engine.update_weights(state, numerics=other)
         update(bare | alone)
         assert ask(engine) == expected
+
+
+def test_names_of_modules_that_have_no_adapters_are_verls_too():
+    """It puts `.base_layer` into all names that end so."""
+    model = adapted(build("Qwen3"), target_modules=["q_proj"]).get_base_model()
+    state, put = model.state_dict(), re.compile(r"(_proj)(\.base_layer)?(\.weight)")
+    named = {put.sub(r"\1.base_layer\3", name) if "lora_" not in name else name: v for name, v in state.items()}
+    assert "model.layers.0.mlp.up_proj.base_layer.weight" in named and len(plan_update(model, named)) == len(state)
 
 
 def test_what_is_gone_or_torn_is_not_left_out(saved):
@@ -290,6 +307,29 @@ def test_an_adapter_that_does_not_say_of_which_model_is_none(saved, changed):
         load(changed, device="cpu")
 
 
+def test_a_name_on_the_hub_is_a_directory_like_any_other(saved, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--some--adapter"
+    shutil.copytree(saved[0] / "adapter", place / "snapshots" / ("0" * 40))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    given = "some/adapter", saved[0] / "adapter"
+    found, own = (load(saved[0] / "base", device="cpu", adapter=adapter).model for adapter in given)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), own.parameters(), strict=True))
+    with pytest.raises(FileNotFoundError, match=r"'some/other': no such file .*, nor is it in the Hub's cache"):
+        load(saved[0] / "base", device="cpu", adapter="some/other")
+
+
+def test_heads_that_draft_have_no_adapters(saved):
+    path, *_ = saved
+    with pytest.raises(ValueError, match=r"Speculation: mtp: .* has LoRA's adapters"):
+        chosen = replace(config(path / "adapter"), speculation=Speculation(mtp=True))
+        Engine.from_pretrained(path / "base", device="cpu", config=chosen)
+
+
 def test_commands_take_it(saved, capsys, changed):
     """`verify` against the trainer's own forward of the same adapted model, and beside its stock one."""
     base, own = ["--model", saved[0] / "base"], ["--adapter", saved[0] / "adapter"]
@@ -297,6 +337,9 @@ def test_commands_take_it(saved, capsys, changed):
     code, out, err = command(capsys, "verify", *base, *own, *options)
     assert (code, err) == (0, "") and "0 of 8 log-probabilities differ" in out and "stock HF generate" in out
     said = ["--max-new-tokens", 5, "--no-stream", "--ignore-eos", "abc"]
+    lora = load(saved[0] / "base", device="cpu", adapter=saved[0] / "adapter").model
+    stock._cast(lora, torch.bfloat16)  # as PEFT has them whatever the model is in
+    assert {p.dtype for name, p in lora.named_parameters() if "lora_" in name} == {torch.float32}
     texts = [command(capsys, "generate", *each, *said)[1] for each in ([*base, *own], ["--model", own[1]], base)]
     assert texts[0] == texts[1] != texts[2]
     code, _, err = command(capsys, "bisect", "--device", "cpu", *base, *own, "patched", "engine", "--num-prompts", 1)

@@ -149,8 +149,8 @@ def test_a_class_that_others_give_a_module_takes_part(old):
 def adapted():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    model = peft.get_peft_model(build("Llama"), config, autocast_adapter_dtype=False)
-    model.add_adapter("other", config, autocast_adapter_dtype=False)
+    model = peft.get_peft_model(build("Llama"), config)
+    model.add_adapter("other", config)
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -95,8 +95,12 @@ def test_a_model_that_is_cast_later_says_what_it_computes_in(name):
         assert handle.describe().rotary[0].dtype == torch.float32
 
 
-def test_adapters_are_no_numbers_of_the_model():
-    """What an engine gets once they are merged."""
+LINEARS = "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"
+OTHERS = {"adapters": dict.fromkeys(LINEARS, "2.0")}
+
+
+def test_adapters_are_no_numbers_of_a_model_without():
+    """What an engine gets once they are merged; between two that have some, what they are multiplied by counts."""
     peft = pytest.importorskip("peft")
     with vx.patch.hf(tiny("llama", DTYPE)) as engine:
         expected = engine.numerics("cpu")
@@ -104,7 +108,15 @@ def test_adapters_are_no_numbers_of_the_model():
     wrapped = peft.get_peft_model(tiny("llama", DTYPE), config)
     with vx.patch.hf(wrapped) as handle:
         flags = [m._disable_adapters for m in wrapped.modules() if hasattr(m, "_disable_adapters")]
-        assert handle.numerics("cpu") == expected
+        numerics = handle.numerics("cpu")
+        assert numerics["model"].pop("adapters") == dict.fromkeys(LINEARS, "2.0") and numerics == expected
+        assert not vx.numerics_difference(handle.numerics("cpu"), expected)
+        wrapped.base_model.model.model.layers[0].mlp.up_proj.scaling["default"] = 0.5
+        differ = vx.numerics_difference(handle.numerics("cpu"), numerics | {"model": numerics["model"] | OTHERS})
+        assert differ == {"model.adapters.up_proj": ("0.5, 2.0", "2.0")}
+        wrapped.base_model.model.model.layers[0].mlp.up_proj.scaling["default"] = 2.0
+        with wrapped.disable_adapter():
+            assert handle.numerics("cpu") == expected
         assert flags == [m._disable_adapters for m in wrapped.modules() if hasattr(m, "_disable_adapters")]
         wrapped.merge_adapter()
         weight = wrapped.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight

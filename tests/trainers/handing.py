@@ -37,12 +37,9 @@ def hand_over(
 
     from vexact_engine.handover.receiver import WeightReceiver
     from vexact_engine.verl.adapter import ServerAdapter
-    from vexact_engine.verl.lora import refuse_scales
-    from vexact_ops.patch.lora import scales
 
     receiver = WeightReceiver(engine)
-    methods = {"check_scales": lambda told: refuse_scales(told, scales(engine.model))}
-    methods |= {"get_weights_address": lambda node: receiver.address, "receive_weights": receiver.receive}
+    methods = {"get_weights_address": lambda node: receiver.address, "receive_weights": receiver.receive}
     server = _Actor(**methods, set_global_steps=named)
 
     class Adapter(ServerAdapter):
@@ -108,8 +105,6 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
     from vexact_engine import Engine, EngineConfig
     from vexact_engine.handover.receiver import WeightReceiver
     from vexact_engine.verl import adapter as module
-    from vexact_engine.verl.lora import refuse_scales
-    from vexact_ops.patch.lora import scales
 
     leads, steps, there, group = rank % job.replica == 0, [], [True], job.group or job.replica
     alone: list[bool] = []
@@ -135,7 +130,6 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
                 assert leads
                 return _Actor(
                     has_base=lambda: step == 7,
-                    check_scales=lambda told: refuse_scales(told, scales(engine.model)),
                     get_weights_address=address,
                     receive_weights=receiver.receive,
                     set_global_steps=lambda step: steps.append((step, engine.weight_version)),

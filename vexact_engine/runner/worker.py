@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
+from vexact_ops.patch import kept_in_fp32, lora
 from vexact_ops.patch.description import Images
 
 from ..config import EngineConfig
@@ -188,8 +189,10 @@ class Worker:
 
     def _rejoin(self) -> None:
         self._handle.revision()  # it says what cannot be covered before other things are said of it
+        wide = {*kept_in_fp32(self.model), *lora.adapters(self.model)}
         for name, tensor in self.model.named_parameters():
-            if (tensor.device, tensor.dtype) != (self.device, self.dtype):
+            kinds = {self.dtype, torch.float32} if name in wide else {self.dtype}
+            if tensor.device != self.device or tensor.dtype not in kinds:
                 raise WeightsTorn(
                     f"Engine: {name} has been replaced by a tensor that is {tensor.dtype} on {tensor.device}, expected "
                     f"{self.dtype} on {self.device}"

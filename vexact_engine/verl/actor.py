@@ -36,7 +36,6 @@ from transformers import AutoConfig
 
 import vexact_ops as vx
 from vexact_ops.patch.facts import compute_dtypes, without_adapters
-from vexact_ops.patch.lora import scales
 
 from . import check_options, check_overrides, check_versions, declared_options, overridden, wants_whole_gradients
 
@@ -152,8 +151,7 @@ class AlignedEngine:
         embedding = self.module.get_input_embeddings().weight
         name = next(name for name, parameter in self.module.named_parameters() if parameter is embedding)
         numerics = self.aligned.numerics(get_device_name(), rounded=True)
-        dtype = str(self._computes()[name]).removeprefix("torch.")
-        return About(numerics, dtype, self.computes_by, scales(self.module))
+        return About(numerics, str(self._computes()[name]).removeprefix("torch."), self.computes_by)
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         pad, offsets = output_args.get("pad_size", 0), micro_batch["input_ids"].offsets()

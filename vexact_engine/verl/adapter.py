@@ -91,7 +91,7 @@ class ServerAdapter(BaseRollout):
             raise NotImplementedError(f"vexact: wire_format: got {wire_format!r}, expected named_tensors")
         if kwargs.get("peft_config") is not None:
             raise NotImplementedError(_OF_STOCK)
-        if isinstance(weights, Weights) and weights.about.scales and await self._have_base():
+        if isinstance(weights, Weights) and self._adapted and await self._have_base():
             weights = weights.adapters()
         if isinstance(weights, Weights) and (held := self._held(weights)) is not None:
             await self._update_by_shards(weights, held, global_steps)
@@ -109,7 +109,7 @@ class ServerAdapter(BaseRollout):
                     f"{_VENDOR}: without it verl has taken its own actor, whose log-probabilities are not the rollout's"
                 )
             if self._sends:
-                server = await self._server_for(about)
+                server = self._server()
                 sender = self._sender_to(await server.get_weights_address.remote(self._node), about)
                 received = server.receive_weights.remote() if self.is_leader_rank else None
                 await sender.asend(items)
@@ -157,7 +157,7 @@ class ServerAdapter(BaseRollout):
         try:
             weights.about.refuse(as_dtype(self.config.dtype, get_device_name()))
             if self.is_leader_rank:
-                server = await self._server_for(weights.about)
+                server = self._server()
                 address = await server.get_weights_address.remote(self._node)
         except BaseException as error:  # the others wait to hear of it
             wrong = error
@@ -175,13 +175,6 @@ class ServerAdapter(BaseRollout):
     def _server(self) -> "ray.actor.ActorHandle":
         """Servers start after the trainers, and one that has died may have a successor."""
         return ray.get_actor(server_name(self.replica_rank))
-
-    async def _server_for(self, about: About | None) -> "ray.actor.ActorHandle":
-        """ValueError where it multiplies adapters by other numbers than the trainer."""
-        server = self._server()
-        if about is not None and about.scales:
-            await server.check_scales.remote(about.scales)
-        return server
 
     def _sender_to(self, address: str, about: About | None = None) -> WeightSender:
         if about is None:

@@ -23,13 +23,11 @@ class About(msgspec.Struct, frozen=True):
     numerics   its patch's, of weights that are handed over rounded
     dtype      what its hidden states are in, as torch names it
     setting    verl's name of what sets that
-    scales     of each layer with LoRA, what its adapters are multiplied by
     """
 
     numerics: dict[str, Any]
     dtype: str
     setting: str
-    scales: dict[str, list[float]] = {}
 
     def refuse(self, dtype: torch.dtype) -> None:
         """raises ValueError where a rollout of this dtype would compute in another one"""

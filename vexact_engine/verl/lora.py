@@ -10,18 +10,7 @@ from torch import nn
 from vexact_ops.patch.lora import WRAPPED
 
 _ADAPTER = re.compile(r"\.(lora_[AB])\.default\.")  # the one that verl makes
-_MODEL = "actor_rollout_ref.model"
 T = TypeVar("T")
-
-
-def refuse_scales(trainer: Mapping[str, list[float]], rollout: Mapping[str, list[float]]) -> None:
-    """raises ValueError where a layer's adapter is multiplied by another number than the trainer's"""
-    for name, scale in trainer.items():
-        if scale != (other := rollout.get(name, [])):
-            raise ValueError(
-                f"vexact: {_MODEL}.lora_alpha, lora_rank or lora_adapter_path: {name}: the trainer multiplies its "
-                f"adapter by {scale}, the rollout by {other}: their log-probabilities would differ"
-            )
 
 
 def refuse_adapters(model_config: Any, strategy: str) -> None:

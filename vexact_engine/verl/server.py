@@ -23,8 +23,6 @@ from verl.utils.profiler.profile import build_rollout_dist_profiler
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 
-from vexact_ops.patch.lora import scales
-
 from .. import extras
 from ..config import EngineConfig, SamplingParams
 from ..core import garbage
@@ -39,7 +37,7 @@ from ..serve.settings import Settings
 from ..weights.load import as_dtype
 from ..weights.processors import load_processors, why_no_processor
 from ..weights.random import unfilled
-from .lora import refuse_scales, rollout_adapter
+from .lora import rollout_adapter
 
 log = logging.getLogger(__name__)
 
@@ -472,10 +470,6 @@ class Server:
         if self.nodes is None:
             return self._receiver.address
         return await asyncio.to_thread(lambda: list(self._receiver.addresses.values())[node])
-
-    async def check_scales(self, trainer: dict[str, list[float]]) -> None:
-        """ValueError where adapters would be multiplied by other numbers than the trainer's."""
-        refuse_scales(trainer, scales(self.engine.model))
 
     async def receive_weights(self) -> int:
         """Takes one whole set, on each node, and returns the engine's new weight_version. A call while another waits

@@ -190,8 +190,9 @@ def fill_adapters(
                 _put(model, name, shards[name].take(whole).clone() if name in shards else whole, wanted[name], device)
         return
     for name in names:
-        shape = tuple(wanted[name].shape)
-        _put(model, name, torch.zeros(shards[name].shape(shape) if name in shards else shape), wanted[name], device)
+        shape, kind = tuple(wanted[name].shape), wanted[name].dtype
+        made = torch.zeros(shards[name].shape(shape) if name in shards else shape, dtype=kind)
+        _put(model, name, made, wanted[name], device)
 
 
 def _fit(adapter: Adapter, wanted: Mapping[str, Tensor]) -> dict[str, str]:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vexact_ops.patch import lora
+
 from .cut import Shard
 from .directory import Directory, read_directory, some
 from .partial import Files
@@ -64,6 +66,8 @@ def load_heads(source: str, path, model: nn.Module, device: torch.device) -> Hea
 
     raises   ValueError where it holds none, or such that are not like a layer of the model
     """
+    if lora.adapters(model):
+        raise ValueError(f"Speculation: mtp: {source} has LoRA's adapters, which heads have none of: expected False")
     directory = read_directory(path)
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     form = _form(source, directory, count)

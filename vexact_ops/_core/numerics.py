@@ -133,12 +133,16 @@ def numerics(device: torch.device | str | None = None, **options: bool | int | f
     }
 
 
+_ADAPTERS = "model.adapters."  # of a patched model's numbers (vexact_ops/patch/facts.py)
+
+
 def numerics_difference(
     a: Mapping[str, object], b: Mapping[str, object], *, forward: bool = False
 ) -> dict[str, tuple[object, object]]:
     """Where two fingerprints differ: {"rooms.linear": (a's value, b's)}, None where one has no such entry; empty where
     they are equal. What has been through JSON compares as what has not. A list holds values that compute alike: it
-    equals each of them.
+    equals each of them. What adapters are multiplied by counts where both have some: one that has none computes with
+    what they have been merged into, or beside what they are disabled in.
 
     forward   leave out what fixes the bits of gradients alone: equal log-probabilities are all that is asked
     raises    TypeError where one is no dictionary
@@ -155,6 +159,8 @@ def numerics_difference(
     flat_a, flat_b = _flat(a), _flat(b)
     keys = [*flat_a, *(key for key in flat_b if key not in flat_a)]
     pairs = {key: (flat_a.get(key), flat_b.get(key)) for key in keys}
+    if not all(any(key.startswith(_ADAPTERS) for key in flat) for flat in (flat_a, flat_b)):
+        pairs = {key: values for key, values in pairs.items() if not key.startswith(_ADAPTERS)}
     differ = {key: values for key, values in pairs.items() if not _alike(*values)}
     return {key: values for key, values in differ.items() if not (forward and key.startswith("gradients."))}
 

@@ -36,6 +36,11 @@ def facts(patch: "Patch", rounded: bool = False) -> dict[str, Any]:
     rounded  of weights that are handed over in the dtypes of the forward: where a router computes in fp32 of a weight
              that the forward has in a narrower dtype, whoever takes it may hold it in either
     """
+    adapters = lora.scales(patch.model)
+    return _facts(patch, rounded) | ({"adapters": adapters} if adapters else {})
+
+
+def _facts(patch: "Patch", rounded: bool) -> dict[str, Any]:
     dtypes = compute_dtypes(patch.model, patch.wrapper)
     key = patch.builds, tuple(dtypes.items())
     if patch.facts is None or patch.facts[0] != key:

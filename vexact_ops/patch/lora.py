@@ -53,10 +53,16 @@ def switches(model: nn.Module) -> list[str]:
     return [repr([own.get(name) for name in SWITCHES]) for own in layers]
 
 
-def scales(model: nn.Module) -> dict[str, list[float]]:
-    """What each layer's active adapters are multiplied by, by the layer's name in the model that PEFT has wrapped."""
-    layers = ((path, m) for path, m in model.named_modules() if is_peft(m) and _base_layer(m) is not None)
-    return {path.removeprefix(WRAPPED): [m.scaling[name] for name in m.active_adapters] for path, m in layers}
+def scales(model: nn.Module) -> dict[str, str]:
+    """What adapters that are added are multiplied by, in their order, by the last word of their layers' names."""
+    found: dict[str, set[str]] = {}
+    for path, module in model.named_modules():
+        if not is_peft(module) or _base_layer(module) is None or module._disable_adapters or module.merged:
+            continue
+        of = [str(float(module.scaling[name])) for name in module.active_adapters if name in module.lora_A]
+        if of:
+            found.setdefault(path.rpartition(".")[2], set()).add(" and ".join(of))
+    return {name: ", ".join(sorted(found[name])) for name in sorted(found)}
 
 
 def is_saved(module: nn.Module) -> bool:
