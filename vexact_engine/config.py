@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e5
 _IN_RANGE = f"0 (greedy), or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
 SLEEP_BACKENDS = ("auto", "storages", "memory_saver")
+ADAPTER_DTYPES = "float32", "bfloat16", "float16"
 MAX_SAMPLES = 4096  # of one prompt: each holds a copy of its ids
 MAX_STOP_TOKEN_IDS = 4096  # of one request
 MAX_DRAFT = 1 << 20  # tokens of one request's answers
@@ -142,8 +143,9 @@ class EngineConfig:
     adapter                  LoRA that a model directory, or a name on the Hub, is computed with, unmerged, so with the
                              bits of a trainer's PeftModel: a directory of PEFT's, or its name on the Hub; or a
                              LoraConfig's to_dict(), whose tensors updates bring: until then B = 0, and the base alone
-                             may be updated. Its tensors have the dtype that PEFT gives them, fp32. None: there is none,
-                             or it came with a loaded model
+                             may be updated. None: there is none, or it came with a loaded model
+    adapter_dtype            what it is computed in: of a trainer whose forward casts adapters too (FSDP2's mixed
+                             precision, verl's), "bfloat16" or "float16"; None: what PEFT gives them, fp32
     pipeline_parallel_size   stages that the layers are cut into, each in a process of its own and on a GPU of its own
     tensor_parallel_size     ranks that the weights of a stage are cut over by output rows, heads in attention: each a
                              process of its own on a GPU of its own. Sizes that do not divide are refused
@@ -175,6 +177,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     speculation: Speculation | None = None
     adapter: Any = field(default=None, hash=False)
+    adapter_dtype: str | None = None
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     nodes: int = 1
@@ -233,6 +236,8 @@ class EngineConfig:
             object.__setattr__(self, "adapter", _plain(self.adapter, "EngineConfig: adapter"))
         elif self.adapter is not None:
             raise _type_error(self, "adapter", "a directory, a name on the Hub, a LoraConfig's to_dict() or None")
+        if self.adapter_dtype not in (None, *ADAPTER_DTYPES):
+            raise _value_error(self, "adapter_dtype", f"one of {', '.join(ADAPTER_DTYPES)}, or None")
         _check_bool(self, "show_progress", optional=True)
 
     @property

@@ -152,7 +152,8 @@ class Engine(Frontend):
             read = functools.partial(load_in_stages, asked=config.parallel, images=images)
         with torch.device("cpu"):  # not the caller's default device
             options = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
-            options |= {"adapter": None if config is None else config.adapter}
+            if config is not None:
+                options |= {"adapter": config.adapter, "adapter_dtype": config.adapter_dtype}
             loaded = read(path_or_model, device=device, dtype=dtype, **options)
         return cls(loaded if nodes is None else replace(loaded, nodes=nodes), config)
 

@@ -3,6 +3,7 @@
 python -m trainers.actor_ranks JOBS RANK SIZE   # one rank; JOBS is a folder with jobs.pt, and takes the results
 """
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -73,6 +74,7 @@ class Result:
     error: str | None = None
     sha256: str | None = None  # of the parameters that were trained, in fp32
     handed: list[dict[str, Any]] = field(default_factory=list)  # what a hand-over of a replica was, on each rank
+    base: list[list[torch.Tensor]] = field(default_factory=list)  # log-probabilities without adapters: first, and after
 
 
 def run(jobs: list[Job], folder: Path, ranks: int, vendor: str | None = "vexact") -> dict[str, Result]:
@@ -107,10 +109,13 @@ def _joined(parts: list[Result]) -> Result:
     def every(name: str):
         return [row for part in parts for row in getattr(part, name)]
 
-    trained = [[row for part in parts for row in part.trained[i]] for i in range(len(first.trained))]
+    trained, base = (
+        [[row for part in parts for row in getattr(part, name)[i]] for i in range(len(getattr(first, name)))]
+        for name in ("trained", "base")
+    )
     rows = every("logprobs"), every("entropy"), every("after")
     told = first.error, first.sha256, every("handed")
-    return Result(*rows, trained, first.metrics, first.weights, every("restored"), *told)
+    return Result(*rows, trained, first.metrics, first.weights, every("restored"), *told, base)
 
 
 # ---- in a rank
@@ -240,11 +245,14 @@ def do(job: Job) -> Result:
         for unit in (module for module in engine.module.modules() if isinstance(module, FSDPModule)):
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum that divides by anything but its ranks
 
-    def inferred() -> dict[str, list[torch.Tensor]]:
-        with engine.eval_mode():
+    def inferred(adapted: bool = True) -> dict[str, list[torch.Tensor]]:
+        with engine.eval_mode(), contextlib.nullcontext() if adapted else engine.disable_adapter():
             found = engine.infer_batch(batch())["model_output"]
         return {name: [row.clone() for row in value.unbind()] for name, value in found.items()}
 
+    adapted = job.model_config.get("lora_rank", 0) > 0
+    about = engine.get_per_tensor_param()[0].about if adapted else None  # before all else, as verl hands over
+    base = [inferred(False)["log_probs"]] if adapted else []
     first = inferred()
     if reference is not None:
         with reference.eval_mode():
@@ -283,6 +291,8 @@ def do(job: Job) -> Result:
     for _ in range(job.steps):
         train()
     after = inferred()["log_probs"] if job.steps else []
+    base += [inferred(False)["log_probs"]] if adapted else []
+    assert about is None or about == engine.get_per_tensor_param()[0].about
     weights = {}
     for name, tensor in engine.get_per_tensor_param()[0]:
         if rank == 0:  # the others take part in making it whole
@@ -304,7 +314,7 @@ def do(job: Job) -> Result:
     names = ("grad_norm", "rollout_checked")
     norms = [{name: step[name] for name in names if name in step} for step in metrics]  # some ranks have none
     said = first["log_probs"], first.get("entropy", []), after
-    return Result(*said, seen, norms, weights, restored, None, sha256, handed)
+    return Result(*said, seen, norms, weights, restored, None, sha256, handed, base)
 
 
 def offload_without_pinning() -> None:

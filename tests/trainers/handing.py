@@ -97,8 +97,9 @@ class Watched:
 def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
     """Seven updates of rollouts that `job.replica` ranks share each, of which the first rank has the engine. Of each
     group of ranks: the second with a fault in what the last holds, the third with a server that is not to be had, of
-    the last replica, the fifth to successors of all, the sixth to one that refuses, of the last replica. -> what this
-    rank saw of each, and on a replica's first rank what the engine has then."""
+    the last replica, the fifth to successors of all, the sixth to one that refuses, of the last replica; of the
+    seventh's all have a base of adapters. -> what this rank saw of each, and on a replica's first rank what the engine
+    has then."""
     from verl.workers.config import RolloutConfig
 
     from vexact_engine import Engine, EngineConfig
@@ -106,6 +107,7 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
     from vexact_engine.verl import adapter as module
 
     leads, steps, there, group = rank % job.replica == 0, [], [True], job.group or job.replica
+    alone: list[bool] = []
     last = rank % group == group - job.replica  # leads the group's last replica
     module.LARGEST_BUCKET = 4096  # so that a small model has many
     with contextlib.ExitStack() as stack:
@@ -120,9 +122,14 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
             return receiver.address
 
         class Adapter(module.ServerAdapter):
+            async def _have_base(self):
+                alone.append(await super()._have_base())
+                return alone[-1]
+
             def _server(self):
                 assert leads
                 return _Actor(
+                    has_base=lambda: step == 7,
                     get_weights_address=address,
                     receive_weights=receiver.receive,
                     set_global_steps=lambda step: steps.append((step, engine.weight_version)),
@@ -142,6 +149,7 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
                 refuses = receiver._refusal
             if step >= 6 and last:
                 receiver._refusal = (lambda hello: "weights: refused: so") if step == 6 else refuses
+            alone.clear()
             given = Watched(trainer, faulty=step == 2 and rank % group == group - 1)
             with _gathers() as gathers:
                 try:
@@ -149,7 +157,8 @@ def of_a_replica(trainer, job, model_config, rank: int) -> dict[str, Any]:
                 except Exception as raised:
                     error = f"{type(raised).__name__}: {raised}"
             sender, counts = adapter._sender, {"taken": given.taken, "gathers": len(gathers)}
-            seen.append({"error": error, "sender": type(sender).__name__, "kept": sender is before, **counts})
+            saw = {"sender": type(sender).__name__, "kept": sender is before, "alone": any(alone)}
+            seen.append({"error": error, **saw, **counts})
             before = sender
             torch.distributed.barrier()
         found: dict[str, Any] = {"seen": seen}

@@ -52,6 +52,7 @@ class Case:
     ulysses: int = 1  # ranks that share a row
     experts: int = 1  # ranks that share a layer's experts
     replica: int = 1  # ranks of one engine
+    lora: int = 0  # rank of adapters, which are trained alone, held against a reference policy without them
     whole: bool = False  # weights' gradients are those of one rank to a row; the trained weights are kept
     first_gpu: int = 0  # the ranks' are this one and those behind it
     overrides: tuple[str, ...] = ()
@@ -64,7 +65,7 @@ class Case:
     @property
     def layout(self) -> str:
         """Beside FSDP alone, in words."""
-        parts = ("Ulysses", self.ulysses), ("EP", self.experts), ("rollout TP", self.replica)
+        parts = ("Ulysses", self.ulysses), ("EP", self.experts), ("rollout TP", self.replica), ("LoRA", self.lora)
         found = " x ".join(f"{name} {size}" for name, size in parts if size > 1)
         return f"{found} whole".strip() if self.whole else found
 
@@ -150,6 +151,11 @@ def overrides(case: Case, model: Path, prompts: Path, folder: Path) -> list[str]
     if case.engine == "veomni" and case.ulysses * case.experts > 1:
         given[f"{actor}.veomni.ulysses_parallel_size"] = case.ulysses
         given[f"{actor}.veomni.expert_parallel_size"] = case.experts
+    if case.lora:
+        given["actor_rollout_ref.model.lora_rank"] = case.lora
+        given["actor_rollout_ref.model.lora_alpha"] = 2 * case.lora
+        given[f"{actor}.use_kl_loss"] = True
+        given["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"] = 2
     if case.whole:  # answers are the same in every run too, and in the same order
         given |= {
             "+actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients": True,
@@ -248,9 +254,13 @@ def gpus() -> list[str]:
 
 def trained_weights(ran: Run) -> list[tuple[str, "torch.Tensor"]]:
     """Of a case that keeps them: whole, however the ranks had cut them by rows."""
+    return weights_after(ran, ran.case.steps)
+
+
+def weights_after(ran: Run, step: int) -> list[tuple[str, "torch.Tensor"]]:
     import torch
 
-    folder, ranks = ran.folder / "checkpoints" / f"global_step_{ran.case.steps}" / "actor", ran.case.ranks
+    folder, ranks = ran.folder / "checkpoints" / f"global_step_{step}" / "actor", ran.case.ranks
     files = [folder / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
     parts = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
     return [(name, torch.cat([part[name].to_local() for part in parts])) for name in parts[0]]

@@ -1,9 +1,10 @@
 """What a run of main_ppo did, log-probability by log-probability: bits as integers, in files of VEXACT_RECORD.
 
 `steps.jsonl` has, for each batch that was trained on, its samples with the log-probabilities of the rollout and those
-that the trainer computed for it again; `training.<pid>.jsonl` those of the training forward itself, which the policy
-loss "recorded" sees (named by actor.policy_loss.loss_mode; for the rest it is verl's vanilla); `updates.<pid>.jsonl` by
-what a rank has sent each of its updates. None changes a thing.
+that the trainer computed for it again, and `references.jsonl` those of a reference policy; `training.<pid>.jsonl` those
+of the training forward itself, which the policy loss "recorded" sees (named by actor.policy_loss.loss_mode; for the
+rest it is verl's vanilla); `updates.<pid>.jsonl` by what a rank has sent each of its updates, `adapters.<pid>.jsonl`
+which of them were of adapters alone. None changes a thing.
 A synchronous trainer looks ten times a second whether its samples are there, instead of every two seconds.
 
 As a program it is verl's `python -m verl.trainer.main_ppo` with the former: python -m trainers.recorder OVERRIDES
@@ -39,8 +40,9 @@ def recorded(old_log_prob, log_prob, advantages, response_mask, *args, **kwargs)
 
 def record_updates() -> None:
     from vexact_engine.verl.adapter import ServerAdapter
+    from vexact_engine.verl.handed import Weights
 
-    update = ServerAdapter.update_weights
+    update, alone = ServerAdapter.update_weights, Weights.adapters
     if hasattr(update, "__wrapped__"):
         return
 
@@ -52,12 +54,22 @@ def record_updates() -> None:
 
     ServerAdapter.update_weights = recording
 
+    @functools.wraps(alone)
+    def recording_adapters(self):
+        write(f"adapters.{os.getpid()}.jsonl", {"rank": int(os.environ["RANK"])})
+        return alone(self)
 
-def samples_of(batch) -> list[dict]:
+    Weights.adapters = recording_adapters
+
+
+FIELDS = "prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "rm_scores"
+
+
+def samples_of(batch, *fields: str) -> list[dict]:
     """The samples of a batch, each with all that was written down for it, without those that only fill it up."""
     import transfer_queue
 
-    fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "rm_scores"]
+    fields = list(fields or FIELDS)
     data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     rows = {name: data[name].unbind() for name in fields}
     samples = []
@@ -84,6 +96,15 @@ def record_steps() -> None:
         return batch
 
     PPOTrainer._compute_old_log_prob = recording
+    refer = PPOTrainer._compute_ref_log_prob
+
+    @functools.wraps(refer)
+    def referring(self, batch, metrics):
+        batch = refer(self, batch, metrics)
+        write("references.jsonl", {"samples": samples_of(batch, "prompts", "responses", "ref_log_prob")})
+        return batch
+
+    PPOTrainer._compute_ref_log_prob = referring
     build = PPOTrainer._build_replay_buffer
 
     @functools.wraps(build)

@@ -16,11 +16,12 @@ import psutil
 import pytest
 import torch
 
+import vexact_ops as vx
 from vexact_ops.testing import assert_bitwise
 
 from . import rewards
 from .models import FAMILIES, HYBRIDS, WITH_VISION
-from .ppo import Case, Run, check, check_samples, check_training, compared, lines, run
+from .ppo import Case, Run, check, check_samples, check_training, compared, lines, run, weights_after
 
 TWO_RANKS = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in FAMILIES]
 # VeOmni has no FSDP for one rank. verl gives all requests one id then: the samples of a prompt differ nevertheless
@@ -34,6 +35,9 @@ KEPT = Case("deepseek_v3", ranks=1, rewards="apart", overrides=(*REPEATED, "trai
 # One rollout of both ranks, instead of one of each; and of each, to which both send what they hold.
 TOGETHER = Case("qwen3_5_moe", replica=2)
 SHARED = ("+actor_rollout_ref.rollout.engine_kwargs.vexact.shards=replicas",)
+# Adapters, of which each rank sends what it holds, alone where rollouts keep their base; each step's are kept.
+AWAKE = ("actor_rollout_ref.rollout.free_cache_engine=False",)
+LORA = Case("qwen3", lora=4, overrides=(*SHARED, *AWAKE, "trainer.save_freq=1"))
 # Each engine with experts, and latent attention once each way: test_verl_actor and test_verl_families have every family
 # under both, and a README's command (test_recipes) runs the dense one.
 IN_CI = [
@@ -41,12 +45,13 @@ IN_CI = [
     Case("qwen3_5_moe", "veomni", overrides=SHARED),
     Case("deepseek_v3", "veomni", rewards="colocated"),
     KEPT,
+    LORA,
 ]
 REWARDED = [case for case in IN_CI if case.rewards]
 OF_IMAGES = [Case(family, engine) for engine in ("fsdp2", "veomni") for family in WITH_VISION]  # and text alone
 OF_IMAGES[OF_IMAGES.index(Case("qwen3_5_moe"))] = TOGETHER
 OF_IMAGES[OF_IMAGES.index(Case("qwen3_5_moe", "veomni"))] = IN_CI[1]
-EVERY = [*TWO_RANKS, *ONE_RANK, KEPT, *(Case(family) for family in HYBRIDS), *OF_IMAGES]
+EVERY = [*TWO_RANKS, *ONE_RANK, KEPT, LORA, *(Case(family) for family in HYBRIDS), *OF_IMAGES]
 STOCK = Case("qwen3", ranks=1, vendor=None)
 # Requests are aborted and go on with newer weights, so that a token's weights are not always the trainer's. The
 # checkpoints that verl writes after each step say what each version would have said.
@@ -162,6 +167,34 @@ def test_a_run_that_goes_on_from_verls_checkpoint_is_the_whole_run(case, trained
     assert_bitwise([trained_weights[name] for name in weights], [*weights.values()], "weights after step 3")
 
 
+@pytest.mark.parametrize("case", [LORA], ids=str)
+def test_adapters_alone_are_trained_and_the_reference_is_the_model_without_them(case, trained, models):
+    from transformers import AutoModelForCausalLM
+
+    ran, model = trained(case), AutoModelForCausalLM.from_pretrained(models(case.family), dtype=torch.bfloat16)
+    before, steps = dict(model.named_parameters()), [dict(weights_after(ran, step)) for step in (1, 2, 3)]
+    assert len(steps[0]) == len(before) + 2 * 7 * model.config.num_hidden_layers
+    for number, step in enumerate(steps):
+        for name, tensor in step.items():
+            if ".lora_" not in name:
+                own = before[name.removeprefix("base_model.model.").replace(".base_layer", "")]
+                assert_bitwise(tensor, own.float(), f"{name} after step {number + 1}")
+            elif ".lora_B." in name:
+                assert tensor.any(), f"{name} after step {number + 1}"
+                assert not number or not torch.equal(tensor, steps[number - 1][name])
+    alone = [line["rank"] for path in ran.folder.glob("adapters.*.jsonl") for line in lines(path)]
+    assert sorted(alone) == [0] * case.steps + [1] * case.steps, "all but the first of each rank's updates"
+    losses = [metrics["actor/kl_loss"] for metrics in ran.metrics]
+    assert losses[0] == 0.0 and all(loss > 0 for loss in losses[1:])
+    references = lines(ran.folder / "references.jsonl")
+    assert len(references) == case.steps
+    with torch.no_grad(), vx.patch.hf(model) as handle:
+        for sample in (sample for step in references for sample in step["samples"]):
+            ids = torch.tensor([sample["prompts"] + sample["responses"]])
+            row = handle.logprobs(ids)[0, len(sample["prompts"]) - 1 : -1]
+            assert sample["ref_log_prob"] == bits(row), "the reference policy's log-probabilities"
+
+
 @pytest.mark.parametrize("case", [STOCK], ids=str)
 def test_verls_own_actor_fails_that(case, trained):
     """The same run with the stock actor: rollout and trainer differ, in verl's metrics and in nearly every token."""
@@ -178,8 +211,6 @@ def test_verls_own_actor_fails_that(case, trained):
 def log_probs_by_version(ran: Run, model) -> list[list[list[int]]]:
     """[version][sample] -> bits for each response token under that version's checkpoint, by the patched stock model."""
     from transformers import AutoModelForCausalLM
-
-    import vexact_ops as vx
 
     folders = [model]
     for step in range(1, ran.case.steps):

@@ -13,6 +13,7 @@ from verl.workers.config.model import MtpConfig
 
 import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, SamplingParams
+from vexact_engine.verl.lora import rollout_adapter
 from vexact_ops.testing import assert_bitwise
 
 from .actor_ranks import Job, run
@@ -55,7 +56,22 @@ REFUSED = {
         {"engine": {"ulysses_sequence_parallel_size": 3}},
         "ulysses_sequence_parallel_size: got 3, expected a divisor of num_attention_heads, ",
     ),
-    "lora": ({"model_config": {"lora_rank": 8}}, "lora_rank: got 8, expected 0"),
+    "lora-merged": (
+        {"model_config": {"lora_rank": 8, "lora": {"merge": True}}},
+        "lora.merge: got True, expected False",
+    ),
+    "lora-without-rank": (
+        {"model_config": {"lora_adapter_path": "some/adapter"}},
+        "lora_adapter_path: got some/adapter with lora_rank=0, where verl makes no adapter",
+    ),
+    "lora-of-experts": (
+        {"model_config": {"lora_rank": 8, "target_parameters": ["mlp.experts.gate_up_proj"]}},
+        "target_parameters: got ['mlp.experts.gate_up_proj'], expected null",
+    ),
+    "lora-of-the-output-layer": (
+        {"model_config": {"lora_rank": 8, "target_modules": ["q_proj", "lm_head"]}},
+        "model.target_modules: got ['q_proj', 'lm_head']: patch.hf: Qwen3ForCausalLM has modules whose bits could",
+    ),
     "lora-of-megatron": ({"model_config": {"lora": {"rank": 8}}}, "lora.rank: got 8, expected 0"),
     "liger": ({"model_config": {"use_liger": True}}, "use_liger: got True"),
     "mtp": ({"model_config": {"mtp": MtpConfig(enable=True, enable_train=True)}}, "mtp.enable_train: got True"),
@@ -90,6 +106,22 @@ REFUSED = {
         {"model_config": {"fused_kernel_options": {"vexact": {"segment": 64}}}},
         "model.fused_kernel_options.vexact: got segment",
     ),
+}
+
+
+ADAPTED = {
+    "lora": ("qwen3", {"model_config": {"lora_rank": 4, "lora_alpha": 8}}),
+    "lora-tied": ("qwen3-tied", {"model_config": {"lora_rank": 4, "exclude_modules": ".*(gate|up|down)_proj"}}),
+    "lora-kept-unsharded": (
+        "qwen3",
+        {"model_config": {"lora_rank": 4, "lora_alpha": 8}, "engine": {"reshard_after_forward": False}},
+    ),
+    "lora-in-bf16": ("qwen3", {"model_config": {"lora_rank": 3}, "engine": {"model_dtype": "bf16"}}),
+    "lora-of-attention": (
+        "qwen3_moe",
+        {"model_config": {"lora_rank": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}},
+    ),
+    "lora-continued": ("qwen3", {"model_config": {"lora_rank": 4}}),  # of an adapter that was trained elsewhere
 }
 
 
@@ -158,12 +190,36 @@ def rollouts(folders):
     return found
 
 
+@pytest.fixture(scope="module")
+def adapter(folders, tmp_path_factory):
+    """An adapter of qwen3 as PEFT saves one: of the queries alone, whose B is no longer 0. -> its folder"""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders["qwen3"], dtype=torch.bfloat16)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, use_rslora=True, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def adapted(name, adapter) -> dict:
+    family, changes = ADAPTED[name]
+    if name == "lora-continued":
+        changes = {"model_config": {**changes["model_config"], "lora_adapter_path": adapter}}
+    return {"family": family, **changes}
+
+
 def job(name, folders, rollouts, family="qwen3", rollout=None, steps=STEPS, **changes) -> Job:
     return Job(name, folders[family], rollouts[rollout or family].rows, steps=steps, **changes)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def fsdp2(request, folders, rollouts, tmp_path_factory):
+def fsdp2(request, folders, rollouts, adapter, tmp_path_factory):
     """Every job of FSDP2's, on this many ranks."""
     segments = {"fused_kernel_options": {"vexact": {"kv_segment": 64}}}
     jobs = [
@@ -185,6 +241,8 @@ def fsdp2(request, folders, rollouts, tmp_path_factory):
         job("saved", folders, rollouts, saved=str(tmp_path_factory.mktemp("saved"))),
         job("saved-tied", folders, rollouts, "qwen3-tied", saved=str(tmp_path_factory.mktemp("saved"))),
         job("segments", folders, rollouts, rollout="segments", steps=0, model_config=segments),
+        *(job(name, folders, rollouts, **adapted(name, adapter)) for name in ADAPTED),
+        job("lora-saved", folders, rollouts, saved=str(tmp_path_factory.mktemp("saved")), **adapted("lora", adapter)),
         *(job(name, folders, rollouts, refused=True, **changes) for name, (changes, _) in REFUSED.items()),
     ]
     drawn, wrong = rollouts["qwen3"], {"check_every": 3, "check_share": 1}
@@ -243,6 +301,7 @@ def veomni(folders, rollouts, tmp_path_factory):
         made("ulysses", engine={"ulysses_parallel_size": 3}, refused=True),
         made("whole", engine={"ulysses_parallel_size": 2}, refused=True, model_config=WHOLE["model_config"]),
         made("override", refused=True, model_config={"override_config": {"rms_norm_eps": 1e-2}}),
+        made("lora", refused=True, model_config={"lora_rank": 8}),
         made("quantised", refused=True, engine={"qat_implementation": "fp8_blockwise"}),
     ]
     return run(jobs, tmp_path_factory.mktemp("veomni") / "run", 2)
@@ -382,7 +441,37 @@ def test_other_temperatures(name, rollout, fsdp2, rollouts):
     assert_bitwise(of_responses(fsdp2[name].trained[0], rollouts[rollout]), drawn, "the first training forward")
 
 
-@pytest.mark.parametrize("name,family", [("saved", "qwen3"), ("saved-tied", "qwen3-tied")])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_are_computed_as_the_rollout_computes_them(name, fsdp2, rollouts, folders, adapter):
+    """Unmerged, in bf16: before training and after it; without them, for a reference policy, the base's bits."""
+    given = adapted(name, adapter)
+    family, found, continued = given["family"], fsdp2[name], name == "lora-continued"
+    every = [prompt + response for prompt, response in rollouts[family].rows]
+    config = adapter if continued else rollout_adapter(HFModelConfig(path=folders[family], **given["model_config"]))
+    config = EngineConfig(num_pages=128, adapter=config, adapter_dtype="bfloat16")
+    with Engine.from_pretrained(folders[family], config=config) as engine:
+        before = scored(engine, every)
+        engine.update_weights(found.weights, numerics=engine.numerics())
+        after = scored(engine, every)
+    assert_bitwise(without_last(found.logprobs), before, "old_log_probs")
+    assert_bitwise(without_last(found.trained[0]), before, "the first training forward")
+    assert_bitwise(without_last(found.after), after, "after training")
+    for base in found.base:
+        assert_bitwise(without_last(base), rollouts[family].every(), "without adapters")
+    assert torch.equal(torch.cat(before), torch.cat(rollouts[family].every())) is not continued
+    trained = {name: tensor for name, tensor in found.weights.items() if ".lora_" in name}
+    assert {tensor.dtype for tensor in trained.values()} == {torch.bfloat16} and all(map(torch.any, trained.values()))
+    assert all(step["grad_norm"] > 0.01 for step in found.metrics)
+
+
+def test_settings_that_change_no_bit_of_adapters(fsdp2):
+    """Of parameters that FSDP2 keeps gathered, adapters are trained on after the reference policy went without them."""
+    got, base = fsdp2["lora-kept-unsharded"], fsdp2["lora"]
+    assert got.metrics == base.metrics
+    assert_bitwise(list(got.weights.values()), list(base.weights.values()), "trained weights")
+
+
+@pytest.mark.parametrize("name,family", [("saved", "qwen3"), ("saved-tied", "qwen3-tied"), ("lora-saved", "lora")])
 def test_checkpoints_are_read_back(name, family, fsdp2):
     assert_bitwise(without_last(fsdp2[name].after), without_last(fsdp2[family].after))
     assert_bitwise(without_last(fsdp2[name].restored), without_last(fsdp2[name].after))
@@ -429,6 +518,7 @@ def test_veomni_weights_in_bf16_and_other_temperatures(veomni, rollouts):
     assert veomni["ulysses"].error.startswith("ulysses_parallel_size: got 3, expected a divisor of")
     assert veomni["override"].error.startswith("override_config.rms_norm_eps: got 0.01, but ")
     assert veomni["whole"].error.startswith("whole_gradients: got True with strategy=veomni, expected fsdp2")
+    assert veomni["lora"].error.startswith("lora_rank: got 8 with strategy=veomni, expected 0: verl's VeOmni engine")
     assert veomni["quantised"].error.startswith("qat_implementation: got fp8_blockwise, expected none")
 
 

@@ -525,7 +525,7 @@ def test_what_an_adapter_takes_and_refuses(path, monkeypatch, kind):
     assert taken == ["a", "b", "c"]
     for told, said in (
         ({"wire_format": "delta_flush"}, "delta_flush"),
-        ({"peft_config": {"r": 8}}, "lora_rank: got adapters, expected 0"),
+        ({"peft_config": {"r": 8}}, "lora_rank: got adapters of verl's own actor, expected 0"),
     ):
         with pytest.raises(NotImplementedError, match=said):
             asyncio.run(follower.update_weights(make(), **told))

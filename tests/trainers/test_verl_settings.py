@@ -1,8 +1,15 @@
 """Settings of verl's rollout: refused by name where they would have no effect, or another one than elsewhere."""
 
-import pytest
+import json
 
+import pytest
+import torch
+from verl.workers.config import HFModelConfig
+
+from vexact_engine import WeightsMissing
+from vexact_engine.verl.lora import refuse_adapters
 from vexact_engine.verl.server import engine_options
+from vexact_ops.patch.lora import scales
 
 from .rollout_trainer import rollout_config
 from .test_verl_rollout import PROMPT, VERLS, Running, configs
@@ -32,6 +39,7 @@ def path(models):
         ("+rollout.engine_kwargs.vexact.shards=all", "shards: got 'all', expected replica or replicas"),
         ("+rollout.engine_kwargs.vexact.seeds=epoch", "seeds: got 'epoch', expected step or prompt"),
         ("+rollout.engine_kwargs.vexact.seeds=prompt", "seeds: got 'prompt' without rollout.full_determinism"),
+        ("+rollout.engine_kwargs.vexact.adapter=some/adapter", "unknown: adapter; there is: "),
         ("rollout.max_num_seqs=0", "EngineConfig: max_num_seqs is 0"),
         ("++rollout.do_sample=false", "do_sample: got False, expected True: rollout.temperature=0"),
         ("++rollout.logprobs_mode=raw_logprobs", "logprobs_mode: got 'raw_logprobs', expected 'processed_logprobs'"),
@@ -166,3 +174,58 @@ def test_what_the_ordered_sampler_would_leave_out(path, override, said):
     else:
         with pytest.raises(ValueError, match=said):
             trainer._build_replay_buffer()
+
+
+LORA = "++actor_rollout_ref.model.lora_rank=4", "++actor_rollout_ref.model.lora_alpha=8"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_rollout_of_adapters(path, load_format):
+    """As verl's settings have them, in the dtype of the rollout. Until they come they are of no effect, or the base is
+    missing with them; then all comes at once."""
+    with Running(path) as found:
+        base = found.generate(seed=3)
+    apart = "++actor_rollout_ref.model.exclude_modules='.*(gate|up|down)_proj'"
+    with Running(path, *LORA, apart, load_format=load_format) as found:
+        engine = found.server.engine
+        each = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"]
+        assert {name for name, m in engine.model.named_modules() if hasattr(m, "lora_A")} == {*each}
+        assert scales(engine.model) == {f"{part}_proj": "2.0" for part in "koqv"}
+        tensors = dict(engine.model.named_parameters())
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+        if load_format == "auto":
+            assert found.generate(seed=3).log_probs == base.log_probs
+            return
+        with pytest.raises(WeightsMissing):
+            found.generate(seed=3)
+        with pytest.raises(ValueError, match="missing"):
+            base = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+            engine.update_weights(base, numerics=engine.numerics())
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("++actor_rollout_ref.model.target_modules=[q_proj,qproj]", "target_modules: got qproj, expected modules of"),
+        ("++actor_rollout_ref.model.target_modules=[lm_head]", "LoRA of the output layer"),
+    ],
+)
+def test_adapters_that_a_rollout_refuses(path, override, said):
+    with pytest.raises(ValueError, match=said), Running(path, *LORA, override, load_format="dummy"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("peft_type", "LOHA", "peft_type: got LOHA, expected LORA"),
+        ("lora_dropout", 0.1, "lora_dropout: got 0.1, expected 0: the training forward would drop"),
+        ("modules_to_save", ["lm_head"], r"modules_to_save: got \['lm_head'\], expected null"),
+    ],
+)
+def test_adapters_that_no_training_goes_on_with(path, tmp_path, name, value, said):
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, name: value}))
+    model = HFModelConfig(path=str(path), lora_rank=4, lora_adapter_path=str(tmp_path))
+    with pytest.raises(NotImplementedError, match=f"lora_adapter_path: {tmp_path}/adapter_config.json: {said}"):
+        refuse_adapters(model, "fsdp2")

@@ -17,11 +17,15 @@ from .models import make_model
 
 FAMILIES = {"qwen3": {}, "qwen3-tied": {"tie_word_embeddings": True}, "qwen3_moe": {}, "deepseek_v3": {}}
 RANKS = {"rollout": {"tensor_parallel_size": 2}}
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+ADAPTED = {"adapter": LORA, "adapter_dtype": "bfloat16"}
+TRAINED = {"model_config": {"lora_rank": 4, "lora_alpha": 8}}
 VEOMNI = {"backend": "veomni", "data": {"use_fused_kernels": True}, "engine": {"mixed_precision": True}}
 SHARDED = {  # of two ranks, and a rollout of two
     **{family: (family, {}) for family in FAMILIES},
     **{f"{family}-ranks": (family, RANKS) for family in ("qwen3-tied", "qwen3_moe", "deepseek_v3")},
     "stages": ("qwen3", {"rollout": {"pipeline_parallel_size": 2}}),
+    "lora-ranks": ("qwen3", {**TRAINED, "rollout": {**ADAPTED, "tensor_parallel_size": 2}}),
     "bf16": ("qwen3_moe", {"engine": {"model_dtype": "bf16"}}),
     "offloaded": ("qwen3", {"engine": {"param_offload": True, "optimizer_offload": True}}),
     "kept-unsharded": ("qwen3", {"engine": {"reshard_after_forward": False}}),
@@ -67,7 +71,10 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(folders, tmp_path_factory):
     jobs = [job(name, folders, *given) for name, given in (SHARDED | WHOLE).items()]
-    return run([*jobs, job("another-dtype", folders, "qwen3", ANOTHER)], tmp_path_factory.mktemp("two") / "run", 2)
+    jobs += [job("another-dtype", folders, "qwen3", ANOTHER)]
+    other = {"model_config": {"lora_rank": 4, "lora_alpha": 12}, "rollout": ADAPTED}
+    jobs += [job("another-scale", folders, "qwen3", other)]
+    return run(jobs, tmp_path_factory.mktemp("two") / "run", 2)
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +83,15 @@ def four(folders, tmp_path_factory):
     return run(jobs, tmp_path_factory.mktemp("four") / "run", 4)
 
 
-def expected(path, weights, rows):
+def expected(path, weights, rows, **options):
     """What an engine has, and its log-probabilities, that was given what verl made whole; the latter before it too."""
     every = [prompt + response for prompt, response in rows]
-    with Engine.from_pretrained(path, config=EngineConfig(num_pages=64, show_progress=False)) as engine:
+    with Engine.from_pretrained(path, config=EngineConfig(num_pages=64, show_progress=False, **options)) as engine:
         before = scored(engine, every)
-        hand_over(engine, weights.items(), HFModelConfig(path=path))
+        if options:
+            engine.update_weights(weights, numerics=engine.numerics())
+        else:
+            hand_over(engine, weights.items(), HFModelConfig(path=path))
         return (
             {name: tensor.clone() for name, tensor in engine.model.state_dict().items()},
             scored(engine, every),
@@ -89,8 +99,8 @@ def expected(path, weights, rows):
         )
 
 
-def check(found, leader, path, rows):
-    has, after, before = expected(path, found.weights, rows)
+def check(found, leader, path, rows, **options):
+    has, after, before = expected(path, found.weights, rows, **options)
     assert_bitwise(leader["scored"], after)
     assert any(not torch.equal(a, b) for a, b in zip(before, after)), "nothing was learnt"
     if "has" in leader:
@@ -114,12 +124,13 @@ def check_shards(found, path, wanted):
 def check_group(found, first, path, wanted):
     replicas = len(found.handed) // wanted.replica
     for leader in found.handed[:: wanted.replica]:
-        check(found, leader, path, wanted.rows)
+        check(found, leader, path, wanted.rows, **(ADAPTED if wanted.model_config else {}))
         assert leader["steps"] == [(1, 1), (4, 2), (5, 3), (7, 4)]
     seen = [rank["seen"] for rank in found.handed]
     for each in seen:
         assert of(each, "taken") == of(each, "gathers") == [0] * 7, "a collective that is not needed"
         assert of(each, "sender") == ["ShardedWeightSender"] * 7 and of(each, "kept") == KEPT
+        assert of(each, "alone") == [False] * 6 + [bool(wanted.model_config)], "adapters without their base"
     errors = [list(step) for step in zip(*(of(each, "error") for each in seen))]
     assert [any(step) for step in errors] == [False, True, True, False, False, True, False]
     faulty, last = len(seen) - 1, (replicas - 1) * wanted.replica
@@ -171,6 +182,13 @@ def test_whole_tensors_where_ranks_do_not_hold_them_together(name, two, folders)
 def test_whole_tensors_where_who_holds_them_is_on_several_nodes_or_nobody_asks(name, four, folders):
     family, _ = WHOLE_OF_FOUR[name]
     check_whole(four[name], folders[family], job(name, folders, *WHOLE_OF_FOUR[name]))
+
+
+def test_another_scale_is_refused_on_every_rank(two):
+    said = "numerics: model.adapters.q_proj: the trainer has '3.0', the engine '2.0'"
+    for rank in two["another-scale"].handed:
+        errors = of(rank["seen"], "error")
+        assert errors[0].startswith("HandoverFailed: ") and said in errors[0]
 
 
 def test_another_dtype_is_refused_on_every_rank(two):

@@ -13,10 +13,14 @@ use_fused_kernels, entropy_checkpointing, entropy_from_logits_with_chunking and 
 actor.freeze_vision_tower, which verl's own engines do not read, keeps the image encoder as it is. Under Ulysses trained
 weights are those of no Ulysses with +actor_rollout_ref.model.fused_kernel_options.vexact.whole_gradients=True.
 
-Refused by name: strategies other than fsdp2 and veomni, LoRA, Liger, quantisation-aware training, router replay,
-offload of activations, distillation from top-k, calculate_sum_pi_squared, tiled MLPs, training of MTP's layers, a
-reference policy that computes otherwise than its actor, an override_config of what transformers reads elsewhere, and
-under VeOmni whole_gradients and an override_config that it would not read.
+LoRA (model.lora_rank, lora_alpha, target_modules, exclude_modules, lora_adapter_path) is computed unmerged, by the
+rollout as by the trainer; its reference policy is the actor without adapters. layered_summon changes nothing.
+
+Refused by name: strategies other than fsdp2 and veomni, LoRA under VeOmni, of Megatron's names, of experts' stacked
+weights or merged for the rollout, Liger, quantisation-aware training, router replay, offload of activations,
+distillation from top-k, calculate_sum_pi_squared, tiled MLPs, training of MTP's layers, a reference policy that
+computes otherwise than its actor, an override_config of what transformers reads elsewhere, and under VeOmni
+whole_gradients and an override_config that it would not read.
 """
 
 import copy
@@ -31,21 +35,22 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import vexact_ops as vx
-from vexact_ops.patch.facts import compute_dtypes
+from vexact_ops.patch.facts import compute_dtypes, without_adapters
 
 from . import check_options, check_overrides, check_versions, declared_options, overridden, wants_whole_gradients
 
 check_versions()
 
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.model import convert_weight_keys
 from verl.workers import engine as engines
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from .check import Check
-from .handed import About, Weights
+from .handed import About, Weights, gathered
+from .lora import adapted_names, refuse_adapters
 
 VENDOR = "vexact"
 DEVICES = ("cuda", "cpu")
@@ -125,7 +130,13 @@ class AlignedEngine:
     def get_per_tensor_param(self, *args, **kwargs):
         """verl's, in the dtypes that this engine's forward computes with: a router that transformers keeps in fp32 is
         rounded for it by FSDP2's mixed precision, and so is what a rollout gets. With what each rank holds of them,
-        ungathered, for a rollout that takes that."""
+        ungathered, for a rollout that takes that. With LoRA those of the base and of its adapters together: what verl's
+        worker hands over in two parts, and in a standalone run the first alone, is one set here."""
+        if self.model_config.lora_rank > 0:
+            held = adapted_names(self.module.state_dict(), self.module)
+            items = ((name, gathered(tensor, get_device_id())) for name, tensor in held.items())
+            computes = adapted_names(self._computes(), self.module)
+            return Weights(items, computes, self._about(), self.check.of, held), None
         items, adapters = super().get_per_tensor_param(*args, **kwargs)
         computes, held = convert_weight_keys(self._computes(), self.module), None
         if getattr(self.engine_config, "expert_parallel_size", 1) == 1:  # or experts are no DTensors of all ranks
@@ -193,10 +204,24 @@ class AlignedFSDPEngine(AlignedEngine, engines.FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module):
         options = _patch_options(self.model_config)
         options["sequence_parallel"] = self.ulysses_parallel_group
-        self.aligned = vx.patch.hf(module, **options, whole_gradients=self.whole_gradients)
+        try:
+            self.aligned = vx.patch.hf(module, **options, whole_gradients=self.whole_gradients)
+        except vx.patch.UnsupportedModule as error:
+            if "LoRA" not in str(error):
+                raise
+            given = self.model_config.target_modules
+            raise vx.patch.UnsupportedModule(f"model.target_modules: got {given}: {error}") from error
         if self.rank == 0:
             _LOG.info("the model on aligned ops:\n%s", self.aligned.report())
         return super()._build_fsdp_module(module)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """For the reference policy: verl's, but that adapters stay parameters to train. PEFT's own turns that off and
+        on again on what a layer has then, of the two of each that FSDP2 has, and where it keeps weights gathered
+        (reshard_after_forward=False) the other one is never trained again."""
+        with without_adapters(self.module):
+            yield
 
     def optimizer_step(self):
         if not self.whole_gradients:
@@ -272,14 +297,7 @@ def refuse(model_config, engine_config) -> None:
     for name in ("ulysses_sequence_parallel_size", "ulysses_parallel_size"):
         if heads % (size := getattr(engine_config, name, 1)):
             raise ValueError(f"{name}: got {size}, expected a divisor of num_attention_heads, {heads}")
-    if model_config.lora_rank > 0 or model_config.lora_adapter_path:
-        raise NotImplementedError(
-            f"lora_rank: got {model_config.lora_rank}, expected 0: a rollout has adapters merged into its weights and "
-            "rounded once more, so its log-probabilities are not those that a trainer computes with adapters apart"
-        )
-    if (model_config.lora or {}).get("rank"):
-        rank = model_config.lora["rank"]
-        raise NotImplementedError(f"lora.rank: got {rank}, expected 0: that is Megatron's, and nobody reads it here")
+    refuse_adapters(model_config, engine_config.strategy)
     if (model_config.tiled_mlp or {}).get("enabled"):
         raise NotImplementedError(
             "tiled_mlp.enabled: got True, expected False: it replaces forwards of the model, which aligned ones are in "

@@ -1,5 +1,6 @@
 """The trainer's end of the rollout: in each rank of a hybrid trainer, or in each of verl's CheckpointEngineWorkers."""
 
+import logging
 import os
 import sys
 from typing import Any
@@ -20,9 +21,17 @@ from ..handover.sender import WeightSender
 from ..handover.shards import ShardedWeightSender
 from ..weights.load import as_dtype
 from .handed import About, Held, Weights, said, taken
+from .lora import rollout_adapter
 from .server import LARGEST_BUCKET, check_trained, engine_options, server_name
 
 _VENDOR, _ACTOR = "vexact", f"{__package__}.actor"
+_LOG = logging.getLogger(__name__)
+_OF_STOCK = (
+    "vexact: actor_rollout_ref.model.lora_rank: got adapters of verl's own actor, expected 0: it hands them over apart "
+    "from the weights, or not at all, and its log-probabilities are not the rollout's. Set VERL_ENGINE_VENDOR=vexact "
+    f"and model.external_lib={_ACTOR} for an actor whose are (and rollout.checkpoint_engine.backend=vexact where "
+    "replicas are on GPUs of their own), or model.lora.merge=True for one with others"
+)
 
 
 class ServerAdapter(BaseRollout):
@@ -41,6 +50,7 @@ class ServerAdapter(BaseRollout):
         options = engine_options(self.config)[1]
         self._timeout, self._to_several = options["timeout"], options["shards"] == "replicas"
         check_trained(self.config)
+        self._adapted = rollout_adapter(self.model_config) is not None
         rank = self._rank = int(os.environ["RANK"])
         size = self.config.pipeline_model_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
@@ -62,7 +72,8 @@ class ServerAdapter(BaseRollout):
     async def update_weights(
         self, weights, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs
     ) -> None:
-        """All weights, to the replica's part on this node. Every rank takes every item, whatever fails: each is a
+        """All weights, to the replica's part on this node; of LoRA's the adapters alone where all replicas have the
+        base still, as they do without rollout.free_cache_engine. Every rank takes every item, whatever fails: each is a
         collective; or, where each sends what it holds, no rank takes any, and what fails on one, or at one of their
         replicas, is raised on all.
 
@@ -79,11 +90,9 @@ class ServerAdapter(BaseRollout):
         if wire_format != "named_tensors":
             raise NotImplementedError(f"vexact: wire_format: got {wire_format!r}, expected named_tensors")
         if kwargs.get("peft_config") is not None:
-            raise NotImplementedError(
-                "vexact: actor_rollout_ref.model.lora_rank: got adapters, expected 0: a rollout computes with whole "
-                "weights alone. verl's own actor merges them (model.lora.merge=True), and its log-probabilities are "
-                "not the rollout's; the vexact actor trains without LoRA"
-            )
+            raise NotImplementedError(_OF_STOCK)
+        if isinstance(weights, Weights) and self._adapted and await self._have_base():
+            weights = weights.adapters()
         if isinstance(weights, Weights) and (held := self._held(weights)) is not None:
             await self._update_by_shards(weights, held, global_steps)
             return
@@ -92,6 +101,8 @@ class ServerAdapter(BaseRollout):
             about = await weights.begin() if hasattr(weights, "begin") else getattr(weights, "about", None)
             if about is not None:
                 about.refuse(as_dtype(self.config.dtype, get_device_name()))
+            elif self._adapted:
+                raise NotImplementedError(_OF_STOCK)
             elif os.environ.get("VERL_ENGINE_VENDOR") == _VENDOR and _ACTOR not in sys.modules:
                 raise RuntimeError(
                     f"vexact: actor_rollout_ref.model.external_lib: expected {_ACTOR}, as VERL_ENGINE_VENDOR is "
@@ -112,6 +123,19 @@ class ServerAdapter(BaseRollout):
     async def _received(self, server: "ray.actor.ActorHandle", received, global_steps: int | None) -> None:
         await received
         await server.set_global_steps.remote(global_steps)
+
+    async def _have_base(self) -> bool:
+        """Whether all replicas have what a trainer's adapters are of, from an update before; the same on all ranks."""
+        own = True
+        if self.is_leader_rank:
+            try:
+                own = await self._server().has_base.remote()
+            except Exception as error:  # it is raised where something is sent to that server
+                _LOG.debug("vexact: replica %d: %s", self.replica_rank, error)
+                own = False
+        found: list = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        return all(found)
 
     def _held(self, weights: Weights) -> Held | None:
         """What this rank can send of all weights, where the ranks of one replica, or of as few as can be where they may

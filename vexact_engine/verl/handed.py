@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import vexact_ops as vx
+from vexact_ops.patch.lora import WRAPPED
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
@@ -91,6 +92,11 @@ class Weights:
         of_one = {name: _of_a_copy(tensor, copy) for name, tensor in cut.items()}
         return Held(copy.get_group(), {**self._held, **of_one})
 
+    def adapters(self) -> "Weights":
+        """Of LoRA's adapters alone, for rollouts that have the base that they are of."""
+        held = {name: tensor for name, tensor in self._held.items() if name.startswith(WRAPPED)}
+        return Weights(iter(()), self._computes, self.about, self.of, held)
+
     def shards(self, held: "Held", device: torch.device | int | str) -> Iterator[tuple[str, Tensor]]:
         """In the place of the iterator, of which no rank takes an item then: (name, tensor) pairs rounded likewise,
         each of which is on the device once it is asked for. Experts are stacked, as the parameters are."""
@@ -103,9 +109,7 @@ class Weights:
             yield from self
             return
         for name, tensor in self._each(self._held, device):
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
-            yield name, tensor
+            yield name, gathered(tensor, device)
 
     def _each(self, tensors: Mapping[str, Tensor], device: torch.device | int | str) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors.items():
@@ -125,6 +129,14 @@ class Weights:
                 f"vexact: weights: {name}: verl hands it over, but the trainer's model has none so named"
             )
         return name, tensor.to(kind)
+
+
+def gathered(tensor: Tensor, device: torch.device | int | str) -> Tensor:
+    """Whole: of a DTensor by all of its ranks together, on the device."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    there = tensor.to(device, non_blocking=True)
+    return there.to_local() if there.device_mesh.size() == 1 else there.full_tensor()
 
 
 class Held(NamedTuple):

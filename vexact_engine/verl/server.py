@@ -34,8 +34,10 @@ from ..parallel.coordinator import NodeReceivers
 from ..request import Completion
 from ..serve.server import Server as HTTP
 from ..serve.settings import Settings
+from ..weights.load import as_dtype
 from ..weights.processors import load_processors, why_no_processor
 from ..weights.random import unfilled
+from .lora import rollout_adapter
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +135,8 @@ def engine_options(config: RolloutConfig) -> tuple[EngineConfig, dict[str, Any]]
         given.setdefault("speculation", {})
     sizes = {f"{kind}_parallel_size": getattr(config, f"{kind}_model_parallel_size") for kind in ("pipeline", "tensor")}
     sizes["expert_parallel_size"] = config.expert_parallel_size
-    known = {field.name for field in fields(EngineConfig)} - sizes.keys() - {"nodes"}  # verl has names for those
+    named = {"nodes", "adapter", "adapter_dtype"}  # by verl's own names, as sizes are
+    known = {field.name for field in fields(EngineConfig)} - sizes.keys() - named
     if unknown := ", ".join(sorted(given.keys() - known)):
         there = ", ".join(sorted(known | {*handover}))
         raise ValueError(f"vexact: rollout.engine_kwargs.vexact: unknown: {unknown}; there is: {there}")
@@ -202,6 +205,9 @@ class Server:
         for name in check_overrides(self.model_config):
             kind = self.model_config.hf_config.model_type
             log.warning("vexact: model.override_config.%s: no configuration of %s has it: nobody reads it", name, kind)
+        if (adapter := rollout_adapter(self.model_config)) is not None:
+            dtype = str(as_dtype(self.config.dtype, get_device_name())).removeprefix("torch.")
+            self.options = replace(self.options, adapter=adapter, adapter_dtype=dtype)
         self.nodes = nodes
         if nodes is not None:
             self.options = replace(self.options, nodes=len(nodes))
@@ -228,6 +234,7 @@ class Server:
         self._calls_of: LRUCache[bytes, int] = LRUCache(1 << 18)
         self._broken_off: LRUCache[bytes, list[int]] = LRUCache(1 << 16)
         self._receiving: asyncio.Future | None = None
+        self._has_base = False
         tool = (profiler := self.config.profiler) and (profiler.tool_config or {}).get(profiler.tool)
         ranks, tool = self.options.processes, tool and omega_conf_to_dataclass(tool)
         self._profiler = build_rollout_dist_profiler(replica_rank, ranks, config=profiler, tool_config=tool)
@@ -245,14 +252,14 @@ class Server:
         given, device, dtype = self.model_config, get_device_name(), self.config.dtype
         dummy = self.rollout_mode != RolloutMode.COLOCATED and "dummy" in self.config.load_format
         model = None
-        if dummy and self.options.processes == 1:
+        if dummy and self.options.processes == 1 and self.options.adapter is None:
             model = unfilled(given.hf_config, dtype, device, given.generation_config)
         options = {"device": device, "dtype": dtype, "config": self.options, "tokenizer": given.tokenizer}
         options["nodes"] = self.nodes
         engine = Engine.from_pretrained(given.local_path if model is None else model, **options)
         if engine.images is not None:
             _take_processors(engine, given)
-        if model is not None:  # nothing is computed with what stands there
+        if dummy and self.options.processes == 1:  # nothing is computed with what stands there
             engine.sleep(level=2, tags=["weights"])
             engine.wake_up(["weights"])
         for name, got, wanted in overridden(given, engine.model.config):
@@ -444,6 +451,7 @@ class Server:
     async def sleep(self) -> None:
         """Hybrid: weights are dropped, an update brings them. Colocated: they wait in host memory."""
         if self.config.free_cache_engine and self.rollout_mode != RolloutMode.STANDALONE:
+            self._has_base = False
             await asyncio.to_thread(self.engine.sleep, 2 if self.rollout_mode == RolloutMode.HYBRID else 1)
 
     async def clear_kv_cache(self) -> None:
@@ -467,8 +475,15 @@ class Server:
         """Takes one whole set, on each node, and returns the engine's new weight_version. A call while another waits
         for a sender joins it: whoever made that may be dead."""
         if self._receiving is None or self._receiving.done():
+            self._has_base = False  # whatever comes of it
             self._receiving = asyncio.ensure_future(asyncio.to_thread(self._receiver.receive, self.handover["timeout"]))
-        return await asyncio.shield(self._receiving)
+        version = await asyncio.shield(self._receiving)
+        self._has_base = True
+        return version
+
+    async def has_base(self) -> bool:
+        """Whether the last update succeeded, and its weights are there still."""
+        return self._has_base
 
     async def set_global_steps(self, global_steps: int | None) -> None:
         """What the weights that are there now are called; None: as those before, which have come once more."""

@@ -47,11 +47,13 @@ class Adapter:
     where    what messages begin with
     config   fields of a LoraConfig that say what is computed
     file     with its tensors; "": there is none, they are zeros until an update brings them
+    dtype    of its tensors; None: what PEFT gives them
     """
 
     where: str
     config: Mapping[str, Any]
     file: str = ""
+    dtype: str | None = None
 
 
 def read_adapter(given: "str | os.PathLike | Mapping[str, Any]", asked: str = "EngineConfig: adapter") -> Adapter:
@@ -160,6 +162,9 @@ def put_on(model: nn.Module, adapter: Adapter) -> None:
             base = module.base_layer
             if type(module) is not peft.tuners.lora.layer.Linear or type(base) is not nn.Linear:
                 raise ValueError(f"{adapter.where}: {path}: LoRA on a {type(base).__name__}: {_KINDS}")
+    if adapter.dtype is not None:
+        for name, values in _tensors(model).items():
+            _put(model, name, values, values.to(getattr(torch, adapter.dtype)), values.device)
     model.requires_grad_(False)
 
 

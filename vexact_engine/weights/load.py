@@ -74,6 +74,7 @@ def load(
     trust_remote_code: bool = False,
     images: bool = True,
     adapter: "str | os.PathLike | Mapping[str, Any] | None" = None,
+    adapter_dtype: str | None = None,
     meanwhile: Callable[[torch.nn.Module, torch.device], AbstractContextManager[None]] | None = None,
 ) -> Loaded:
     """A model to generate with.
@@ -89,7 +90,8 @@ def load(
                 are token ids; or the tokenizer itself
     trust_remote_code  run the Python that a directory brings for its tokenizer. A model's is never run
     images      False: a model that transformers has a class of text alone of (Qwen3.5) is that one
-    adapter     LoRA that the model is computed with, as EngineConfig.adapter has it; of a loaded model refused
+    adapter     LoRA that the model is computed with, as EngineConfig.adapter has it, and adapter_dtype; of a loaded
+                model refused
     meanwhile   given the model, still on the host, and where it goes: a block that it goes there in
     raises      FileNotFoundError, or ValueError with the reason: truncated, incomplete or unknown; TypeError on dtype
     """
@@ -105,7 +107,7 @@ def load(
         name, model, chosen = type(source).__name__, _accept(source, device, dtype), None
     else:
         name = os.fspath(source)
-        base, chosen = _with_adapter(name, adapter)
+        base, chosen = _with_adapter(name, adapter, adapter_dtype)
         path = _found(base)
         kind = dtype or torch.bfloat16
         with read_once() if path.is_file() else nullcontext():
@@ -139,6 +141,7 @@ def load_in_stages(
     trust_remote_code: bool = False,
     images: bool = True,
     adapter: "str | os.PathLike | Mapping[str, Any] | None" = None,
+    adapter_dtype: str | None = None,
     asked: str = "pipeline_parallel_size",
 ) -> Loaded:
     """A model directory, or a name on the Hub, for an engine of several stages or ranks: they read their weights
@@ -153,7 +156,7 @@ def load_in_stages(
     device = default_device(source) if device is None else device
     kind = as_dtype(torch.bfloat16 if dtype is None else dtype, device)
     name = "" if isinstance(source, torch.nn.Module) else os.fspath(source)
-    base, chosen = _with_adapter(name, adapter) if name else (name, None)
+    base, chosen = _with_adapter(name, adapter, adapter_dtype) if name else (name, None)
     path = None if isinstance(source, torch.nn.Module) else _found(base)
     if path is None or path.is_file():
         what = f"a loaded {type(source).__name__}" if path is None else str(path)
@@ -251,7 +254,9 @@ def _wrapper(model: torch.nn.Module) -> str:
     return ""
 
 
-def _with_adapter(name: str, given: "str | os.PathLike | Mapping[str, Any] | None") -> tuple[str, Adapter | None]:
+def _with_adapter(
+    name: str, given: "str | os.PathLike | Mapping[str, Any] | None", dtype: str | None
+) -> tuple[str, Adapter | None]:
     """What a model is loaded from, and what it is computed with: where that is a directory of an adapter, its model."""
     path = Path(name).expanduser()
     if name and is_adapter(path):
@@ -260,8 +265,10 @@ def _with_adapter(name: str, given: "str | os.PathLike | Mapping[str, Any] | Non
                 f"EngineConfig: adapter: got one beside {name}, which is an adapter itself, expected None: one adapter "
                 "is computed with"
             )
-        return base_of(path), read_adapter(path, "weights")
-    return name, None if given is None else read_adapter(given)
+        name, found = base_of(path), read_adapter(path, "weights")
+    else:
+        found = None if given is None else read_adapter(given)
+    return name, None if found is None else replace(found, dtype=dtype)
 
 
 def _found(name: str) -> Path:

@@ -41,7 +41,7 @@ def facts(patch: "Patch", rounded: bool = False) -> dict[str, Any]:
 
 
 def _facts(patch: "Patch", rounded: bool) -> dict[str, Any]:
-    dtypes = compute_dtypes(patch.model)
+    dtypes = compute_dtypes(patch.model, patch.wrapper)
     key = patch.builds, tuple(dtypes.items())
     if patch.facts is None or patch.facts[0] != key:
         patch.facts = key, _found(patch, dtypes), _tower(patch, dtypes)
@@ -61,7 +61,7 @@ def _found(patch: "Patch", dtypes: dict[str, torch.dtype]) -> Decoder | list:
             return patch.describe()
     except NotDescribed:
         pass
-    with _without_adapters(patch.model):
+    with without_adapters(patch.model):
         hidden = hidden_states(patch.model, patch.base, dtypes)
     try:
         return read(hidden, patch.described_head(), patch.options["kv_segment"])
@@ -81,7 +81,7 @@ def _tower(patch: "Patch", dtypes: dict[str, torch.dtype]) -> list | None:
         made = encode(vision, base, pixels, ((1, side, side),))
         return [made.rows, *made.deepstack]
 
-    with _without_adapters(patch.model):
+    with without_adapters(patch.model):
         return _operations(recorded(patch.model, call, dtypes))
 
 
@@ -90,10 +90,10 @@ def _counts(patch: "Patch") -> dict[str, Any]:
     return {name: getattr(patch.vision, name) for name in names}
 
 
-def compute_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Of every parameter, by name: its own, or what FSDP2's mixed precision casts it to."""
+def compute_dtypes(model: nn.Module, wrapper: nn.Module | None = None) -> dict[str, torch.dtype]:
+    """Of every parameter, by name: its own, or what FSDP2's mixed precision casts it to, that of a wrapper too."""
     cast: dict[tuple[int, str], torch.dtype] = {}
-    for group in _groups(model):
+    for group in _groups(model if wrapper is None else wrapper):
         for sharded in group.fsdp_params:
             info, dtype = sharded._module_info, sharded.sharded_param.dtype
             dtype = group.mp_policy.param_dtype or dtype if dtype.is_floating_point else dtype
@@ -120,7 +120,7 @@ def _groups(model: nn.Module) -> Iterable[Any]:
 
 
 @contextlib.contextmanager
-def _without_adapters(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> Iterator[None]:
     """What an engine computes with once they are merged. A layer whose adapter is merged computes so anyway."""
     layers = [m for m in model.modules() if lora.is_peft(m) and "base_layer" in m._modules and not m.merged]
     before = [layer._disable_adapters for layer in layers]

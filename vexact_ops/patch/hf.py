@@ -518,7 +518,7 @@ def hf(
 
     if what := untested(__version__):
         _say_once(what)
-    model = lora.base_of(model)
+    wrapper, model = model, lora.base_of(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"patch.hf: model: got {type(model).__name__}, expected a transformers PreTrainedModel{_inside(model)}"
@@ -537,6 +537,7 @@ def hf(
         ulysses = None if sequence_parallel is None else Ulysses.of(sequence_parallel)
         if patch is None:
             patch = Patch(model, options, strict, training, whole_gradients)
+            patch.wrapper = wrapper
             patch.build()
             if ulysses is not None and patch.classifies:
                 patch.revert()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .pieces import NotCovered, agree, random, run_stock, small_linear, twin
 
+WRAPPED = "base_model.model."  # before the names of a model in its wrapper
 SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"  # of PEFT's layers
 
 

@@ -100,6 +100,7 @@ class Patch:
     ):
         self.model, self.options, self.strict, self.handles = model, options, strict, 0
         self.trains, self.whole_gradients = trains, whole_gradients
+        self.wrapper = model  # PEFT's around it, where there was one
         self.ulysses: Ulysses | None = None
         self.builds = 0
         self.compiled: dict[Callable, bool] = {}  # what modules' compile() has made: whether it rounds as they do
