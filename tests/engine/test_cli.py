@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -103,19 +104,8 @@ def test_verify_on_a_known_model_s_sizes(capsys, monkeypatch):
     assert code == 0 and "0 of 20 log-probabilities differ" in out
     for size in (1, 3, 8):
         assert f"engine: 5 prompts again, {size} at a time: 0 of 20 tokens differ" in out
-    code, out, _ = run(
-        capsys,
-        "verify",
-        "--config",
-        "qwen3-small",
-        "--layers",
-        1,
-        "--warm",
-        "--share-weights",
-        "--lengths",
-        "40",
-        *options[:2],
-    )
+    more = ["--layers", 1, "--warm", "--share-weights", "--lengths", "40", *options[:2]]
+    code, out, _ = run(capsys, "verify", "--config", "qwen3-small", *more)
     assert code == 0 and re.search(r"5 prompts again, 160 of their tokens from the prefix cache: 0 of \d+ tokens", out)
     code, _, err = run(capsys, "verify", "--config", "qwen3-small", "--layers", 3)
     assert code == 2 and err == "vexact verify: --layers: got 3, expected 1 to 2\n"
@@ -134,15 +124,8 @@ def test_known_sizes_are_those_of_the_benchmarks():
     finally:
         sys.path.remove(str(ROOT))
     assert random.CONFIGS.keys() == SHAPES.keys()
-    names = {
-        "H": "hidden_size",
-        "I": "intermediate_size",
-        "Hq": "num_attention_heads",
-        "Hk": "num_key_value_heads",
-        "D": "head_dim",
-        "V": "vocab_size",
-        "layers": "num_hidden_layers",
-    }
+    names = {"H": "hidden_size", "I": "intermediate_size", "V": "vocab_size", "layers": "num_hidden_layers"}
+    names |= {"Hq": "num_attention_heads", "Hk": "num_key_value_heads", "D": "head_dim"}
     for name, shape in SHAPES.items():
         config = random.CONFIGS[name]
         latent = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
@@ -444,6 +427,27 @@ def test_ctrl_c_is_130_without_a_traceback(capsys, monkeypatch):
     monkeypatch.setattr(demo, "demo", interrupted)
     code, out, err = run(capsys, "demo")
     assert (code, out, err) == (130, "", "vexact demo: interrupted\n")
+
+
+def test_sigterm_ends_what_a_command_has_begun(capsys, monkeypatch):
+    ended = []
+
+    def working(*args, **kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("it went on")
+        finally:
+            ended.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        monkeypatch.setattr(demo, "demo", working)
+        with pytest.raises(SystemExit) as exited:
+            run(capsys, "demo")
+        assert (exited.value.code, ended, signal.getsignal(signal.SIGTERM)) == (143, [True], signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_generate_streams_the_text_that_the_engine_gives(capsys, model):

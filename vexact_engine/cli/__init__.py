@@ -1,15 +1,18 @@
 """The command `vexact`: demo, verify, bisect, generate, chat, serve, doctor, bench, recipe.
 
 Exit codes: 0 equal or done, 1 something differs, a check failed or a prompt was not verified, 2 usage or environment,
-130 Ctrl-C. Results go to standard output, or to standard error where `--json -` gives a document to standard output;
-progress (a bar on a terminal, plain lines elsewhere) and errors, one line each, go to standard error.
+130 Ctrl-C, 143 SIGTERM. Results go to standard output, or to standard error where `--json -` gives a document to
+standard output; progress (a bar on a terminal, plain lines elsewhere) and errors, one line each, go to standard error.
 """
 
 import argparse
 import contextlib
 import os
 import shlex
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 from ..extras import check_installed
 from . import bench, bisect, chat, doctor, generate, options, recipe, serve, verify
@@ -42,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     args.stdout = sys.stdout
     try:
         check_installed(args)
-        with contextlib.ExitStack() as around:
+        with _until_sigterm(), contextlib.ExitStack() as around:
             if getattr(args, "json", None) == "-":  # the document alone: people read the rest on the other stream
                 around.enter_context(contextlib.redirect_stdout(sys.stderr))
             code = args.run(args)
@@ -64,6 +67,23 @@ def main(argv: list[str] | None = None) -> int:
         known = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError)
         print(f"vexact {args.command}: {text if known else f'{type(error).__name__}: {text}'}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _until_sigterm() -> Iterator[None]:
+    """What ends a job ends it as Ctrl-C does: engines are closed, and no folder of theirs is left in /tmp."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _words(argv: list[str]) -> list[str]:

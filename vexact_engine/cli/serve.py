@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import sys
 
 from . import options
 
@@ -137,22 +136,18 @@ def run_serve(args) -> int:
     options.check_engine(args, device)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    before = signal.signal(signal.SIGTERM, _end)  # while it loads
-    try:
-        with Server(settings) as server:
-            with options.progress(args) as progress:
-                progress("load", 0, 1)
-                engine = _engine(args, device, config)
-                garbage.freeze()
+    with Server(settings) as server:
+        with options.progress(args) as progress:
+            progress("load", 0, 1)
+            engine = _engine(args, device, config)
+            garbage.freeze()
 
-            def ready() -> None:
-                print(f"vexact serve: {engine.name} at {server.url}/v1", flush=True)
+        def ready() -> None:
+            print(f"vexact serve: {engine.name} at {server.url}/v1", flush=True)
 
-            with engine:
-                server.run(engine, ready)
-            return 130 if server.signal == signal.SIGINT else 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        with engine:
+            server.run(engine, ready)
+        return 130 if server.signal == signal.SIGINT else 0
 
 
 def _engine(args, device, config):
@@ -169,10 +164,6 @@ def _engine(args, device, config):
     choices = {"device": str(device), "dtype": args.dtype, "max_restarts": args.max_restarts, "ray": args.ray}
     choices |= options.tokenizer_of(args)
     return Replicas.from_pretrained(args.model, replicas=args.replicas, config=config, **choices)
-
-
-def _end(number, frame) -> None:
-    sys.exit(128 + number)
 
 
 def _keys(path: str | None) -> tuple[str, ...]:
