@@ -185,7 +185,7 @@ def test_whole_tensors_where_who_holds_them_is_on_several_nodes_or_nobody_asks(n
 
 
 def test_another_scale_is_refused_on_every_rank(two):
-    said = "numerics: model.adapters.q_proj: the trainer has '3.0', the engine '2.0'"
+    said = "model.adapters.q_proj: the trainer has '3.0', the engine '2.0'"
     for rank in two["another-scale"].handed:
         errors = of(rank["seen"], "error")
         assert errors[0].startswith("HandoverFailed: ") and said in errors[0]
