@@ -20,7 +20,7 @@ import vexact_ops as vx
 from vexact_engine import Engine, EngineConfig, Speculation, WeightsMissing
 from vexact_engine.proof import stock
 from vexact_engine.runner.forward import forward
-from vexact_engine.weights.load import load
+from vexact_engine.weights.load import load, load_in_stages
 from vexact_engine.weights.update import plan_update
 from vexact_ops.testing import assert_bitwise
 
@@ -115,6 +115,28 @@ def test_dtypes_are_those_that_peft_gives(kind, saved, changed):
         n: (v.dtype, v.tolist()) for n, v in expected.items()
     }
     assert {v.dtype for n, v in model.state_dict().items() if "lora_" in n} == {torch.float32}
+
+
+def test_a_forward_that_casts_adapters_is_told_of(saved):
+    """As FSDP2's mixed precision does, which PEFT's fp32 masters are cast by."""
+    path, expected, _ = saved
+    cast = from_peft(path)
+    for name, parameter in cast.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16()
+    config = EngineConfig(**OPTIONS, adapter=path / "adapter", adapter_dtype="bfloat16", show_progress=False)
+    with Engine.from_pretrained(path / "base", device="cpu", tokenizer=False, config=config) as engine:
+        assert ask(engine) == answers(cast) != expected
+    for source, given, message in (
+        (path / "base", {"adapter_dtype": "bfloat16"}, "got 'bfloat16' and no adapter, expected None"),
+        (path / "adapter", {"adapter_dtype": "float16"}, "got 'float16', expected one of bfloat16, float32 on a CPU"),
+        (cast, {"adapter_dtype": "bfloat16"}, "got one for a loaded PeftModel"),
+    ):
+        for read in (load, load_in_stages) if source is not cast else (load,):
+            with pytest.raises(ValueError, match=f"^EngineConfig: adapter_dtype: {message}"):
+                read(source, device="cpu", **given)
+    with pytest.raises(ValueError, match="EngineConfig: adapter_dtype is 'half', expected one of float32, bfloat16"):
+        EngineConfig(adapter_dtype="half")
 
 
 def test_tensors_come_by_updates_under_the_names_that_there_are(saved):

@@ -99,15 +99,16 @@ def load(
     if dtype is not None:
         dtype = as_dtype(dtype, device)
     if isinstance(source, torch.nn.Module):
-        if adapter is not None:
-            raise ValueError(
-                f"EngineConfig: adapter: got one for a loaded {type(source).__name__}, expected None: give the model "
-                "that PEFT has put it on (peft.PeftModel.from_pretrained)"
-            )
+        for field, given in ("adapter", adapter), ("adapter_dtype", adapter_dtype):
+            if given is not None:
+                raise ValueError(
+                    f"EngineConfig: {field}: got one for a loaded {type(source).__name__}, expected None: give the "
+                    "model that PEFT has put it on (peft.PeftModel.from_pretrained)"
+                )
         name, model, chosen = type(source).__name__, _accept(source, device, dtype), None
     else:
         name = os.fspath(source)
-        base, chosen = _with_adapter(name, adapter, adapter_dtype)
+        base, chosen = _with_adapter(name, adapter, adapter_dtype, device)
         path = _found(base)
         kind = dtype or torch.bfloat16
         with read_once() if path.is_file() else nullcontext():
@@ -156,7 +157,7 @@ def load_in_stages(
     device = default_device(source) if device is None else device
     kind = as_dtype(torch.bfloat16 if dtype is None else dtype, device)
     name = "" if isinstance(source, torch.nn.Module) else os.fspath(source)
-    base, chosen = _with_adapter(name, adapter, adapter_dtype) if name else (name, None)
+    base, chosen = _with_adapter(name, adapter, adapter_dtype, device) if name else (name, None)
     path = None if isinstance(source, torch.nn.Module) else _found(base)
     if path is None or path.is_file():
         what = f"a loaded {type(source).__name__}" if path is None else str(path)
@@ -255,10 +256,15 @@ def _wrapper(model: torch.nn.Module) -> str:
 
 
 def _with_adapter(
-    name: str, given: "str | os.PathLike | Mapping[str, Any] | None", dtype: str | None
+    name: str,
+    given: "str | os.PathLike | Mapping[str, Any] | None",
+    dtype: str | None,
+    device: str | torch.device,
 ) -> tuple[str, Adapter | None]:
     """What a model is loaded from, and what it is computed with: where that is a directory of an adapter, its model."""
     path = Path(name).expanduser()
+    if dtype is not None and dtype not in (there := served(device)):
+        raise ValueError(f"EngineConfig: adapter_dtype: got {dtype!r}, expected one of {', '.join(there)} on a CPU")
     if name and is_adapter(path):
         if given is not None:
             raise ValueError(
@@ -268,6 +274,8 @@ def _with_adapter(
         name, found = base_of(path), read_adapter(path, "weights")
     else:
         found = None if given is None else read_adapter(given)
+    if found is None and dtype is not None:
+        raise ValueError(f"EngineConfig: adapter_dtype: got {dtype!r} and no adapter, expected None")
     return name, None if found is None else replace(found, dtype=dtype)
 
 
