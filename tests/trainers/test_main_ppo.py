@@ -32,6 +32,7 @@ ORDERED = ("path=pkg://vexact_engine.verl.sampler", "name=Ordered")
 REPEATED = (*DETERMINISTIC, *(f"trainer.v1.sampler.custom_sampler.{option}" for option in ORDERED))
 # and its rewards are of a model, whose scores are there again too
 KEPT = Case("deepseek_v3", ranks=1, rewards="apart", overrides=(*REPEATED, "trainer.save_freq=2"))
+KEPT_LORA = Case("qwen3", ranks=1, lora=4, overrides=(*REPEATED, "trainer.save_freq=2"))
 # One rollout of both ranks, instead of one of each; and of each, to which both send what they hold.
 TOGETHER = Case("qwen3_5_moe", replica=2)
 SHARED = ("+actor_rollout_ref.rollout.engine_kwargs.vexact.shards=replicas",)
@@ -153,7 +154,7 @@ def last_step(ran: Run) -> tuple[list[dict], list[int], float, dict[str, torch.T
     return sorted(samples, key=str), sorted(forward), ran.metrics[-1]["actor/grad_norm"], weights
 
 
-@pytest.mark.parametrize("case", [KEPT], ids=str)
+@pytest.mark.parametrize("case", [KEPT, KEPT_LORA] if ALL else [KEPT], ids=str)
 def test_a_run_that_goes_on_from_verls_checkpoint_is_the_whole_run(case, trained, models, tmp_path):
     whole = trained(case)
     kept = whole.folder / "checkpoints" / "global_step_2"
