@@ -259,7 +259,8 @@ class Server:
         engine = Engine.from_pretrained(given.local_path if model is None else model, **options)
         if engine.images is not None:
             _take_processors(engine, given)
-        if dummy and self.options.processes == 1:  # nothing is computed with what stands there
+        adapted = dummy and self.options.processes == 1 and self.options.adapter is not None
+        if model is not None or adapted:  # nothing is computed with what stands there
             engine.sleep(level=2, tags=["weights"])
             engine.wake_up(["weights"])
         for name, got, wanted in overridden(given, engine.model.config):
