@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 FILES = {
+    "test_adapter_stages.py",
     "test_admit.py",
     "test_benchmark_engine.py",
     "test_cli.py",
@@ -41,9 +42,11 @@ FILES = {
     "test_faults.py",
     "test_forks.py",
     "test_handed_over.py",
+    "test_handover_fanout.py",
     "test_handover_killed.py",
     "test_handover_many.py",
     "test_handover_ranks.py",
+    "test_handover_shards.py",
     "test_hf_training.py",
     "test_hf_wrapped.py",
     "test_hybrid.py",
