@@ -34,7 +34,8 @@ class Loop:
     """An engine's thread that has nothing else to do."""
 
     def __init__(self):
-        self.updating, self.torn, self.closed, self._lock = False, None, False, threading.RLock()
+        self.updating, self.closed, self._lock = False, False, threading.RLock()
+        self.torn = self.missing = None
 
     def call(self, function, when=None):
         with self._lock:
