@@ -89,9 +89,9 @@ def test_tests_that_raise_sigint_handle_it_themselves():
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and path.name != "test_on_gpu.py":
                 used = {ast.unparse(n) for n in ast.walk(node) if isinstance(n, ast.Attribute)}
                 # os.kill with SIGKILL is for another process, and so is kill of a process's own object; nobody ignores
-                # SIGALRM, for which a test has a handler of its own
+                # SIGTERM, or SIGALRM, for which a test has a handler of its own
                 raises = bool(used & {"signal.raise_signal", "os.kill"})
-                raises &= not used & {"signal.SIGKILL", "signal.SIGALRM"}
+                raises &= not used & {"signal.SIGKILL", "signal.SIGTERM", "signal.SIGALRM"}
                 found += raises
                 assert not raises or "ctrl_c" in [a.arg for a in node.args.args], f"{path.name}: {node.name}"
     assert found
