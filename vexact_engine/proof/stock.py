@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vexact_ops.patch import kept_in_fp32, lora
+from vexact_ops.patch import lora
 
 from ..progress import Progress, quiet
 from ..weights.random import own_generators
@@ -72,7 +72,7 @@ def run_stock(
 def _cast(model, dtype: torch.dtype) -> None:
     """Parameters alone, and not those that stay in fp32, as from_pretrained has some and PEFT its adapters:
     `model.to(dtype)` would round routers and the rotary frequencies too, for good."""
-    kept = {*kept_in_fp32(model, dtype), *lora.adapters(model)}
+    kept = lora.in_fp32(model, dtype)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import vexact_ops as vx
-from vexact_ops.patch import kept_in_fp32, lora
+from vexact_ops.patch import lora
 from vexact_ops.patch.description import Images
 
 from ..config import EngineConfig
@@ -189,7 +189,7 @@ class Worker:
 
     def _rejoin(self) -> None:
         self._handle.revision()  # it says what cannot be covered before other things are said of it
-        wide = {*kept_in_fp32(self.model), *lora.adapters(self.model)}
+        wide = lora.in_fp32(self.model)
         for name, tensor in self.model.named_parameters():
             kinds = {self.dtype, torch.float32} if name in wide else {self.dtype}
             if tensor.device != self.device or tensor.dtype not in kinds:

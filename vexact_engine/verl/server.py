@@ -251,16 +251,16 @@ class Server:
     def _make(self) -> Engine:
         given, device, dtype = self.model_config, get_device_name(), self.config.dtype
         dummy = self.rollout_mode != RolloutMode.COLOCATED and "dummy" in self.config.load_format
+        dummy, adapted = dummy and self.options.processes == 1, self.options.adapter is not None
         model = None
-        if dummy and self.options.processes == 1 and self.options.adapter is None:
+        if dummy and not adapted:
             model = unfilled(given.hf_config, dtype, device, given.generation_config)
         options = {"device": device, "dtype": dtype, "config": self.options, "tokenizer": given.tokenizer}
         options["nodes"] = self.nodes
         engine = Engine.from_pretrained(given.local_path if model is None else model, **options)
         if engine.images is not None:
             _take_processors(engine, given)
-        adapted = dummy and self.options.processes == 1 and self.options.adapter is not None
-        if model is not None or adapted:  # nothing is computed with what stands there
+        if model is not None or (dummy and adapted):  # nothing is computed with what stands there
             engine.sleep(level=2, tags=["weights"])
             engine.wake_up(["weights"])
         for name, got, wanted in overridden(given, engine.model.config):

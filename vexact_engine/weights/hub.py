@@ -2,7 +2,9 @@
 where there is no network, and most names that are no path here are mistyped paths. Its files come into the Hub's cache,
 and are a directory like any other then."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 SECONDS = 5  # for the Hub's answer
@@ -51,24 +53,19 @@ def snapshot(name: str, weights: bool = False) -> Path:
     check_name(name)
     import huggingface_hub as hub
 
-    from .config import quiet
     from .directory import INDEX, SINGLE
 
-    try:
-        with quiet():
-            folder = Path(hub.snapshot_download(name, allow_patterns=[*_SMALL]))
-            if weights:
-                asked = _named(folder / "config.json", "transformers_weights")
-                for file in [asked] if isinstance(asked, str) else [SINGLE, INDEX]:
-                    if (folder / file).is_file() or _fetched(name, file, folder):
-                        if file.endswith(".index.json"):
-                            places = _named(folder / file, "weight_map")
-                            shards = set(map(str, places.values())) if isinstance(places, dict) else set()
-                            hub.snapshot_download(name, revision=folder.name, allow_patterns=sorted(shards))
-                        break
-    except (OSError, RuntimeError, *_transport_errors()) as error:
-        what = " ".join(str(error).split())
-        raise FileNotFoundError(f"weights: {name}: the Hub: {type(error).__name__}: {what}") from error
+    with _fetching(name):
+        folder = Path(hub.snapshot_download(name, allow_patterns=[*_SMALL]))
+        if weights:
+            asked = _named(folder / "config.json", "transformers_weights")
+            for file in [asked] if isinstance(asked, str) else [SINGLE, INDEX]:
+                if (folder / file).is_file() or _fetched(name, file, folder):
+                    if file.endswith(".index.json"):
+                        places = _named(folder / file, "weight_map")
+                        shards = set(map(str, places.values())) if isinstance(places, dict) else set()
+                        hub.snapshot_download(name, revision=folder.name, allow_patterns=sorted(shards))
+                    break
     return folder
 
 
@@ -78,11 +75,17 @@ def adapter_snapshot(name: str) -> Path:
     check_name(name, files[0])
     import huggingface_hub as hub
 
+    with _fetching(name):
+        return Path(hub.snapshot_download(name, allow_patterns=[*files]))
+
+
+@contextlib.contextmanager
+def _fetching(name: str) -> Iterator[None]:
     from .config import quiet
 
     try:
         with quiet():
-            return Path(hub.snapshot_download(name, allow_patterns=[*files]))
+            yield
     except (OSError, RuntimeError, *_transport_errors()) as error:
         what = " ".join(str(error).split())
         raise FileNotFoundError(f"weights: {name}: the Hub: {type(error).__name__}: {what}") from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vexact_ops.patch import WITH_IMAGES, kept_in_fp32, lora, score_head
+from vexact_ops.patch import WITH_IMAGES, lora, score_head
 
 from .adapter import Adapter, fill_adapters, put_on, read_adapter
 from .config import auto_class, explain, quiet, read_config
@@ -230,8 +230,7 @@ def _accept(model: torch.nn.Module, device: str | torch.device, dtype: torch.dty
             f"weights: source: the output layer of the given {name} has {len(head)} rows, its embedding "
             f"{len(embedding)}: a token that is drawn could not be read: make both alike (resize_token_embeddings)"
         )
-    # What may be fp32 whatever the rest is, as from_pretrained has it, and PEFT its adapters.
-    wide = {*kept_in_fp32(model), *lora.adapters(model)}
+    wide = lora.in_fp32(model)
     dtypes = {p.dtype for n, p in model.named_parameters() if n not in wide or p.dtype != torch.float32}
     expected = {dtype} if dtype is not None else set(served(device).values())
     if len(dtypes) != 1 or not dtypes <= expected:

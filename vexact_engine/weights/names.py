@@ -2,15 +2,17 @@
 
 from collections.abc import Container, Iterable, Mapping, Set
 
+from vexact_ops.patch.lora import WRAPPED
+
 # Before a name, or in it -> who puts it there.
 WRAPPERS = {
     "_orig_mod.": "torch.compile",
     "_fsdp_wrapped_module.": "FSDP",
     "_checkpoint_wrapped_module.": "activation checkpointing",
     "module.": "DistributedDataParallel",
-    "base_model.model.": "peft",
+    WRAPPED: "peft",
 }
-PEFT, BASE = "base_model.model.", ".base_layer"
+BASE = ".base_layer"  # in PEFT's names of what lies beneath an adapter
 _LORA = (".lora_A.", ".lora_B.", ".lora_embedding_", ".lora_magnitude_vector", ".base_layer.", ".modules_to_save.")
 
 
@@ -29,7 +31,7 @@ def passed_over(known: Iterable[str]) -> tuple[str, ...]:
 def adapter_name(given: str, known: Container[str]) -> str | None:
     """What a tensor of an adapter's file, which names no adapter, is called in a model with one of PEFT's "default";
     None: nothing of it."""
-    name = given.removeprefix(PEFT)
+    name = given.removeprefix(WRAPPED)
     owner, _, leaf = name.rpartition(".")
     return next((each for each in (name, f"{owner}.default.{leaf}") if each in known), None)
 
@@ -51,7 +53,7 @@ def peft_aliases(names: Mapping[str, str], adapters: Set[str]) -> dict[str, str]
             forms.append(f"{owner.removesuffix(BASE)}.{leaf}")
         elif owner.endswith("_proj"):  # verl's, adapted or not
             forms.append(f"{owner}{BASE}.{leaf}")
-        found |= {other: own for form in forms for other in (form, PEFT + form) if other not in names}
+        found |= {other: own for form in forms for other in (form, WRAPPED + form) if other not in names}
     return found
 
 

@@ -11,8 +11,10 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
+from .mixture import kept_in_fp32
 from .pieces import NotCovered, agree, random, run_stock, small_linear, twin
 
 WRAPPED = "base_model.model."  # before the names of a model in its wrapper
@@ -45,6 +47,11 @@ def adapters(model: nn.Module) -> set[str]:
             own = (name for name, _ in module.named_parameters() if not name.startswith("base_layer."))
             found |= {f"{path}.{name}" for name in own}
     return found
+
+
+def in_fp32(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+    """Names of what may be fp32 in a model of this dtype: what transformers keeps so, and adapters, as PEFT makes them."""
+    return kept_in_fp32(model, dtype) | adapters(model)
 
 
 def switches(model: nn.Module) -> list[str]:
