@@ -50,7 +50,7 @@ def adapters(model: nn.Module) -> set[str]:
 
 
 def in_fp32(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> set[str]:
-    """Names of what may be fp32 in a model of this dtype: what transformers keeps so, and adapters, as PEFT makes them."""
+    """Names of what may be fp32 in a model of this dtype: what transformers keeps so, and PEFT's adapters."""
     return kept_in_fp32(model, dtype) | adapters(model)
 
 
